@@ -24,6 +24,7 @@ VALID = {
         "model": "demo", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
         "max_output_tokens": 2, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False,
     },
+    "/v1/responses/input_tokens": {"model": "demo", "input": "a", "instructions": "b", "tools": []},
     "/v1/messages": {
         "model": "demo", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 2,
         "system": "Be brief.", "stop_sequences": ["x"], "tools": [{"name": "f", "input_schema": {"type": "object"}}],
@@ -46,7 +47,7 @@ VALID = {
 GETS = [
     "/v1/models", "/v1/models/demo", "/v1/files", "/v1/files/file-abc", "/v1/files/file-abc/content", "/v1/fine_tuning/jobs",
     "/v1/fine_tuning/jobs/ftjob-abc", "/v1/fine_tuning/jobs/ftjob-abc/events", "/v1/fine_tuning/jobs/ftjob-abc/adapter",
-    "/v1/fine_tuning/jobs/ftjob-abc/checkpoints", "/tokenizer_info", "/health",
+    "/v1/fine_tuning/jobs/ftjob-abc/checkpoints", "/tokenizer_info", "/health", "/version",
 ]
 VALUES = [
     None, True, False, 0, 1, -1, 2, 1.5, -0.0, 1e308, -1e308, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, "", "a", "auto",

@@ -23,8 +23,8 @@ QUESTION = [{"role": "user", "content": "What colour is the sky?"}]
 
 # What the tests must have seen an answer of.
 OPERATIONS = """
-POST /chat/completions, POST /completions, POST /embeddings, POST /responses, POST /v1/messages,
-POST /v1/messages/count_tokens, GET /models, GET /models/{model}, DELETE /models/{model}, POST /files, GET /files,
+POST /chat/completions, POST /completions, POST /embeddings, POST /responses, POST /responses/input_tokens,
+POST /v1/messages, POST /v1/messages/count_tokens, GET /models, GET /models/{model}, DELETE /models/{model}, POST /files, GET /files,
 GET /files/{file_id}, GET /files/{file_id}/content, DELETE /files/{file_id}, POST /fine_tuning/jobs,
 GET /fine_tuning/jobs, GET /fine_tuning/jobs/{fine_tuning_job_id}, GET /fine_tuning/jobs/{fine_tuning_job_id}/events,
 GET /fine_tuning/jobs/{fine_tuning_job_id}/checkpoints, POST /fine_tuning/jobs/{fine_tuning_job_id}/cancel,
@@ -176,6 +176,9 @@ def others(client, lax):
 def responses(client):
     answer = client.responses.create(model="demo", input="What colour is the sky?", max_output_tokens=8)
     assert answer.status in ("completed", "incomplete") and answer.output[0].type == "message", answer
+    assert answer._request_id.startswith("req_"), answer
+    count = client.responses.input_tokens.count(model="demo", input="What colour is the sky?")
+    assert count.input_tokens == answer.usage.input_tokens, (count, answer.usage)
     events = list(client.responses.create(model="demo", input=QUESTION, max_output_tokens=8, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")

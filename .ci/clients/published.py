@@ -44,6 +44,17 @@ SLIPS = [
         {"type": "string", "contentEncoding": "base64"},
         "the request's `encoding_format` can be `base64`, which the client asks for by itself",
     ),
+    (
+        "anthropic",
+        (*SCHEMAS, "ResponseTextBlock"),
+        {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+            "additionalProperties": False,
+        },
+        "the API leaves `citations` out where there are none, and Vercel's client takes no null for them",
+    ),
 ]
 # Streams whose events have a schema of their own, which the operation doesn't name.
 EVENTS = {
@@ -51,7 +62,7 @@ EVENTS = {
     ("anthropic", "post", "/v1/messages"): "MessageStreamEvent",
 }
 # Routes of the server that neither API has.
-OWN = re.compile(r"/(health|ping|metrics|tokenize|detokenize|tokenizer_info|adapter|check)$")
+OWN = re.compile(r"/(health|ping|metrics|tokenize|detokenize|tokenizer_info|version|adapter|check)$")
 
 
 class Specification:

@@ -120,6 +120,21 @@ impl App {
         self.options.model_name == name || self.options.aliases.iter().any(|alias| alias == name)
     }
 
+    /// Warns of adapters in the watched folder that nobody can ask for, as the base has their names.
+    pub fn warn_of_hidden(&self) {
+        let names = std::iter::once(&self.options.model_name).chain(&self.options.aliases);
+        for name in names.filter(|name| is_plain(name)) {
+            for folder in self.options.adapters.iter().map(|watched| watched.join(name)) {
+                if folder.join(ADAPTER_CONFIG).is_file() {
+                    let folder = folder.display();
+                    tracing::warn!(
+                        "{folder} can't be asked for, as {name} is the base's name; rename it"
+                    );
+                }
+            }
+        }
+    }
+
     /// Where the adapter of a name lies.
     ///
     /// # Errors
@@ -154,6 +169,7 @@ impl App {
         for entry in watched.flatten().flatten() {
             let folder = entry.path();
             if let Ok(name) = entry.file_name().into_string()
+                && !self.is_base(&name)
                 && folder.join(ADAPTER_CONFIG).is_file()
             {
                 let created = created(&folder);

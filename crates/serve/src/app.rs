@@ -72,6 +72,11 @@ impl App {
         }
     }
 
+    /// The tokens that end a text and belong to none.
+    pub fn ends(&self, options: &GenerateOptions) -> Vec<u32> {
+        if options.ignore_eos { Vec::new() } else { self.tokenizer.eos_ids().to_vec() }
+    }
+
     /// Runs what waits for the disk, the database or the device on a thread where waiting holds nothing up.
     ///
     /// # Errors

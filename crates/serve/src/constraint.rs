@@ -80,7 +80,15 @@ impl Constraint {
             let key = metal_candle::readable(key);
             return Err(wrong(&format!(".{key}"), "is not a field of a format of this type"));
         }
-        let constraint = schema.map_or(Self::None, |schema| Self::Schema(field, schema));
+        schema.map_or(Ok(Self::None), |schema| Self::schema(field, schema))
+    }
+
+    /// JSON of a schema, which a field of the request has.
+    ///
+    /// # Errors
+    /// A 400 that names the field, for one that is too large.
+    pub fn schema(field: &'static str, schema: Value) -> Result<Self> {
+        let constraint = Self::Schema(field, schema);
         constraint.check_size()?;
         Ok(constraint)
     }

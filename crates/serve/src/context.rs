@@ -19,6 +19,27 @@ pub fn length(app: &App) -> usize {
     app.model.config().max_position_embeddings
 }
 
+/// A 400 about a text that is too long, in the words by which clients of either API know it and turn to a model that
+/// reads more: `found` is what of the model's `context` is too much, `for_anthropic` all of it.
+fn too_long(context: usize, field: &str, found: String, for_anthropic: Option<String>) -> ApiError {
+    let message = format!("This model's maximum context length is {context} tokens, {found}");
+    let error = ApiError::invalid(message).about(field).coded(TOO_LONG);
+    ApiError { for_anthropic, ..error }
+}
+
+/// That a text with so many tokens, after which nothing is written, is no longer than the model reads.
+///
+/// # Errors
+/// A 400 that names the text's field.
+pub fn check(app: &App, field: &str, tokens: usize) -> Result<()> {
+    let context = length(app);
+    if tokens <= context {
+        return Ok(());
+    }
+    let found = format!("but there are {tokens} in {field}; reduce its length");
+    Err(too_long(context, field, found, None))
+}
+
 /// How many tokens are written after a prompt at most: as many as `asked` for by a field, or else as the model's context
 /// and the engine's cache have room for.
 ///
@@ -29,37 +50,36 @@ pub fn room(
     prompt: (&str, usize),
     asked: Option<(&'static str, usize)>,
 ) -> Result<usize> {
-    let context = length(app);
+    let (context, cache) = (length(app), app.replicas.cache_tokens());
+    let room = context.min(cache);
+    let of_cache = match cache < context {
+        true => format!("of which the server's cache has room for {cache}, "),
+        false => String::new(),
+    };
     let (field, tokens) = prompt;
-    let left = context.saturating_sub(tokens);
-    let too_long = |field: &str, what: String| Err(ApiError::field(field, what).coded(TOO_LONG));
+    let left = room.saturating_sub(tokens);
     match asked {
         _ if left == 0 => {
-            let what = format!(
-                "has {tokens} tokens, which leaves none of the model's context of {context}"
+            let found = format!(
+                "{of_cache}but there are {tokens} in {field}, which leaves none for an answer; reduce its length"
             );
-            too_long(field, what)
+            let most = room.saturating_sub(1);
+            let for_anthropic = format!("prompt is too long: {tokens} tokens > {most} maximum");
+            Err(too_long(context, field, found, Some(for_anthropic)))
         }
-        Some((field, 0)) => Err(ApiError::field(field, "is 0, expected at least 1")),
-        Some((field, most)) if most > left => {
-            let what = format!(
-                "is {most}, but after a prompt of {tokens} tokens {left} are left of the model's context of {context}"
+        Some((asked, 0)) => Err(ApiError::field(asked, "is 0, expected at least 1")),
+        Some((asked, most)) if most > left => {
+            let found = format!(
+                "{of_cache}but {asked} is {most}, and {left} are left after {tokens} in {field}; ask for fewer"
             );
-            too_long(field, what)
+            let for_anthropic = format!(
+                "input length and `{asked}` exceed context limit: {tokens} + {most} > {room}, decrease input length \
+                 or `{asked}` and try again"
+            );
+            Err(too_long(context, asked, found, Some(for_anthropic)))
         }
         Some((_, most)) => Ok(most),
-        None => {
-            let cache =
-                app.options.engine.cache_tokens.unwrap_or_else(|| app.replicas.cache_tokens());
-            match left.min(cache.saturating_sub(tokens)) {
-                0 => {
-                    let what =
-                        format!("has {tokens} tokens, and the server's cache has room for {cache}");
-                    too_long(field, what)
-                }
-                most => Ok(most),
-            }
-        }
+        None => Ok(left),
     }
 }
 
@@ -83,14 +103,15 @@ pub fn read(
     (field, text): (&str, &str),
     add_special: bool,
 ) -> Result<Vec<u32>> {
-    let context = length(app);
-    let most = context.saturating_mul(app.longest_token).saturating_mul(SHORTENED);
-    if text.len() > most.max(LARGEST_SHORT) {
-        let what = format!(
-            "has {} bytes, which are more tokens than the model's context of {context}",
-            text.len()
-        );
-        return Err(ApiError::field(field, what).coded(TOO_LONG));
+    let (context, bytes) = (length(app), text.len());
+    let of_token = app.longest_token.max(1).saturating_mul(SHORTENED);
+    if bytes > context.saturating_mul(of_token).max(LARGEST_SHORT) {
+        let found =
+            format!("but there are more in the {bytes} bytes of {field}; reduce its length");
+        let least = bytes.div_ceil(of_token);
+        let for_anthropic =
+            format!("prompt is too long: at least {least} tokens > {context} maximum");
+        return Err(too_long(context, field, found, Some(for_anthropic)));
     }
     encode(app, tokenizer, text, add_special)
 }

@@ -22,11 +22,16 @@ pub const MOST_MESSAGES: usize = 4096;
 /// What a template is told anyway, and no request may say otherwise.
 const RESERVED: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
+/// The field of most requests that has the conversation.
+pub const MESSAGES: &str = "messages";
+
 /// A conversation to be continued.
 #[derive(Debug)]
 pub struct Conversation {
     /// What was said.
     pub messages: Vec<Message>,
+    /// The field of the request that says it.
+    pub field: &'static str,
     /// What the model may call.
     pub tools: Vec<Tool>,
     /// Which of these it calls.
@@ -58,14 +63,14 @@ pub struct Prepared {
     pub prompt_tokens: usize,
 }
 
-/// The chat template of a model.
+/// The chat template of a model, for the conversation that a field has.
 ///
 /// # Errors
-/// A 400 when it has none.
-pub fn template(tokenizer: &Tokenizer) -> Result<&ChatTemplate> {
+/// A 400 that names the field, when there is none.
+pub fn template<'a>(tokenizer: &'a Tokenizer, field: &str) -> Result<&'a ChatTemplate> {
     tokenizer.chat_template().ok_or_else(|| {
         let what = "this model has no chat template; /v1/completions continues texts";
-        ApiError::field("messages", what)
+        ApiError::field(field, what)
     })
 }
 
@@ -99,13 +104,14 @@ impl Conversation {
     /// # Errors
     /// A 400 when the template refuses it.
     pub fn render(&self, app: &App, tokenizer: &Tokenizer, goes_on: bool) -> Result<String> {
-        let template = template(tokenizer)?;
+        let template = template(tokenizer, self.field)?;
         let tools = match self.choice {
             Choice::None => &[],
             _ => self.tools.as_slice(),
         };
         let format = Format::of(template);
-        let (messages, tools) = tools::fit(self.messages.clone(), tools, format, template)?;
+        let messages = (self.field, self.messages.clone());
+        let (messages, tools) = tools::fit(messages, tools, format, template)?;
         let mut variables = app.variables.clone();
         variables.extend(self.variables.clone());
         let options = RenderOptions {
@@ -114,7 +120,8 @@ impl Conversation {
             variables: Some(&variables),
             now: None,
         };
-        Ok(template.render(&messages, &options)?)
+        let rendered = template.render(&messages, &options);
+        rendered.map_err(|error| ApiError::from(error).about(self.field))
     }
 
     /// What the engine is asked about the conversation that `read` makes of a request, with the model of this name.
@@ -130,6 +137,24 @@ impl Conversation {
         app.blocking(move |app| read(&chosen.tokenizer)?.prepare(app, &chosen)).await
     }
 
+    /// How many tokens the conversation has that `read` makes of a request, for the model of this name.
+    ///
+    /// # Errors
+    /// As [`Self::prepared`], but for what is too long.
+    pub async fn counted(
+        app: &Shared,
+        model: &str,
+        read: impl FnOnce(&Tokenizer) -> Result<Self> + Send + 'static,
+    ) -> Result<usize> {
+        let chosen = app.choose(model).await?;
+        app.blocking(move |app| {
+            let tokenizer = &chosen.tokenizer;
+            let rendered = read(tokenizer)?.render(app, tokenizer, true)?;
+            Ok(context::encode(app, tokenizer, &rendered, false)?.len())
+        })
+        .await
+    }
+
     /// What the engine is asked. Takes as long as tokenizing and compiling a grammar take.
     ///
     /// # Errors
@@ -138,9 +163,9 @@ impl Conversation {
         let tokenizer = &chosen.tokenizer;
         let options = self.sampling.options(app)?;
         let rendered = self.render(app, tokenizer, true)?;
-        let prompt = context::read(app, tokenizer, ("messages", &rendered), false)?;
-        let most = context::room(app, ("messages", prompt.len()), self.max_tokens)?;
-        let template = template(tokenizer)?;
+        let prompt = context::read(app, tokenizer, (self.field, &rendered), false)?;
+        let most = context::room(app, (self.field, prompt.len()), self.max_tokens)?;
+        let template = template(tokenizer, self.field)?;
         let format = (self.choice != Choice::None).then(|| Format::of(template));
         let thinking = Thinking::of(template).map(|it| (it, it.is_open(&rendered)));
         let may_think = thinking.filter(|(it, _)| !it.is_over(&rendered));
@@ -163,12 +188,9 @@ impl Conversation {
             replies.push(Reply {
                 parser: parser.clone(),
                 markers: Markers::new(tokenizer.clone(), markers.clone(), holds_back),
-                ends: if options.ignore_eos {
-                    Vec::new()
-                } else {
-                    app.tokenizer.eos_ids().to_vec()
-                },
+                ends: app.ends(&options),
                 words: self.logprobs.map(|_| Words::of(app)),
+                tokens: 0,
                 reasoning_tokens: 0,
                 calls: false,
             });
@@ -222,6 +244,7 @@ pub struct Reply {
     ends: Vec<u32>,
     /// What knows the tokens' texts, where log-probabilities are told.
     words: Option<Words>,
+    tokens: usize,
     reasoning_tokens: usize,
     calls: bool,
 }
@@ -239,8 +262,9 @@ impl Reply {
         };
         let text = self.markers.restore(piece)?;
         let parts = self.parser.push(&text);
-        if written.is_some() && self.parser.is_reasoning() {
-            self.reasoning_tokens += 1;
+        if written.is_some() {
+            self.tokens += 1;
+            self.reasoning_tokens += usize::from(self.parser.is_reasoning());
         }
         self.note(&parts);
         Ok((parts, logprob))
@@ -260,6 +284,11 @@ impl Reply {
     /// Whether log-probabilities are told.
     pub fn tells_logprobs(&self) -> bool {
         self.words.is_some()
+    }
+
+    /// Tokens so far.
+    pub fn tokens(&self) -> usize {
+        self.tokens
     }
 
     /// Tokens that the model thought with.

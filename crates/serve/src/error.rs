@@ -17,6 +17,8 @@ pub struct ApiError {
     pub kind: &'static str,
     /// What was found and what was expected.
     pub message: String,
+    /// The same in the words that Anthropic's clients look for, where they do.
+    pub for_anthropic: Option<String>,
     /// The field of the request that is wrong.
     pub param: Option<String>,
     /// A word for programs, such as `model_not_found`.
@@ -29,7 +31,15 @@ impl ApiError {
     /// An error of this status and kind.
     pub fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { status, kind, message, param: None, code: None, retry_after: None }
+        Self {
+            status,
+            kind,
+            message,
+            for_anthropic: None,
+            param: None,
+            code: None,
+            retry_after: None,
+        }
     }
 
     /// 400: the request can't be meant so.

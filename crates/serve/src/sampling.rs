@@ -110,8 +110,8 @@ macro_rules! request {
                 )
             }
 
-            /// Whether the answer is a stream, and whether its last event tells what was used.
-            fn streaming(&self) -> crate::error::Result<Option<bool>> {
+            /// Whether the answer is a stream, and where that tells what was used.
+            fn streaming(&self) -> crate::error::Result<Option<crate::sampling::UsageIn>> {
                 crate::sampling::streaming(self.stream, self.stream_options.as_ref())
             }
         }
@@ -124,20 +124,41 @@ pub(crate) use request;
 #[serde(deny_unknown_fields)]
 pub struct StreamOptions {
     include_usage: Option<bool>,
+    /// vLLM's.
+    continuous_usage_stats: Option<bool>,
     /// Asks for padding to be left out, and there is none.
     #[serde(rename = "include_obfuscation")]
     _include_obfuscation: Option<bool>,
 }
 
-/// Whether the answer is a stream, and whether its last event tells what was used.
+/// Where a stream tells what was used.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum UsageIn {
+    /// Nowhere.
+    None,
+    /// In a last chunk of its own.
+    Last,
+    /// There, and in each chunk what its choice has used so far.
+    Each,
+}
+
+/// Whether the answer is a stream, and where that tells what was used.
 ///
 /// # Errors
 /// When there are options for a stream, and none is asked for.
-pub fn streaming(stream: Option<bool>, options: Option<&StreamOptions>) -> Result<Option<bool>> {
+pub fn streaming(stream: Option<bool>, options: Option<&StreamOptions>) -> Result<Option<UsageIn>> {
     match (stream.unwrap_or(false), options) {
         (false, Some(_)) => Err(ApiError::field("stream_options", "needs \"stream\": true")),
         (false, None) => Ok(None),
-        (true, options) => Ok(Some(options.and_then(|it| it.include_usage).unwrap_or(false))),
+        (true, None) => Ok(Some(UsageIn::None)),
+        (true, Some(options)) => {
+            let each = options.continuous_usage_stats.unwrap_or(false);
+            Ok(Some(match options.include_usage.unwrap_or(false) {
+                false => UsageIn::None,
+                true if each => UsageIn::Each,
+                true => UsageIn::Last,
+            }))
+        }
     }
 }
 
@@ -360,10 +381,21 @@ mod tests {
 
     #[test]
     fn options_of_a_stream_need_one() {
-        let options = StreamOptions { include_usage: Some(true), _include_obfuscation: None };
-        assert_eq!(streaming(Some(true), Some(&options)).unwrap(), Some(true));
-        assert_eq!(streaming(Some(true), None).unwrap(), Some(false));
+        let options = |usage, each| StreamOptions {
+            include_usage: usage,
+            continuous_usage_stats: each,
+            _include_obfuscation: None,
+        };
+        for (usage, each, told) in [
+            (Some(true), None, UsageIn::Last),
+            (Some(true), Some(true), UsageIn::Each),
+            (None, Some(true), UsageIn::None),
+        ] {
+            let options = options(usage, each);
+            assert_eq!(streaming(Some(true), Some(&options)).unwrap(), Some(told));
+        }
+        assert_eq!(streaming(Some(true), None).unwrap(), Some(UsageIn::None));
         assert_eq!(streaming(None, None).unwrap(), None);
-        assert!(streaming(None, Some(&options)).is_err());
+        assert!(streaming(None, Some(&options(Some(true), None))).is_err());
     }
 }

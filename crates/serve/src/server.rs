@@ -1,7 +1,7 @@
 //! The server: its threads, connections, limits, start and end.
 
 use crate::adapters::Adapters;
-use crate::app::{App, Shared, now};
+use crate::app::{App, Shared, new_id, now};
 use crate::connection::Patient;
 use crate::error::ApiError;
 use crate::jobs::Jobs;
@@ -14,7 +14,7 @@ use crate::{api, descriptors, keys, tls, web};
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::{HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use hyper::body::{Frame, SizeHint};
@@ -40,11 +40,14 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowHeaders, CorsLayer};
 use tower_http::timeout::RequestBodyTimeoutLayer;
+use tracing::Instrument;
 
 /// How long the head of a request may take, and each piece of its body.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Bytes of an answer that are handed to the connection at once. It takes no more of them while so many aren't sent.
 const PIECE: usize = 16 << 10;
+/// What an answer is called in the log.
+const REQUEST_ID: &str = "x-request-id";
 
 /// What is served.
 pub struct Base {
@@ -133,6 +136,7 @@ impl Server {
             metrics: Metrics::new(&options.model_name),
             options,
         });
+        app.warn_of_hidden();
         let jobs = {
             let _runtime = runtime.enter();
             Jobs::start(&app)?
@@ -202,7 +206,7 @@ fn router(app: &Shared) -> Router {
         .layer(RequestBodyTimeoutLayer::new(PATIENCE))
         .layer(middleware::from_fn_with_state(app.clone(), keys::check))
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(state, limit))
+        .layer(middleware::from_fn_with_state(state, name))
         .with_state(app.clone());
     match cors(&app.options.cors_origins) {
         Some(layer) => routes.layer(layer),
@@ -218,7 +222,7 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     let layer = CorsLayer::new()
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([header::RETRY_AFTER]);
+        .expose_headers([header::RETRY_AFTER, HeaderName::from_static(REQUEST_ID)]);
     let all = origins.iter().any(|origin| origin == "*");
     let origins = origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok());
     Some(match all {
@@ -251,8 +255,19 @@ struct Limits {
     permits: Arc<Semaphore>,
 }
 
+/// Names a request for its client and for the log.
+async fn name(State(limits): State<Limits>, request: Request, next: Next) -> Response {
+    let id = new_id("req_");
+    let span = tracing::error_span!("request", id);
+    let mut response = limit(limits, request, next).instrument(span).await;
+    if let Ok(id) = HeaderValue::try_from(id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}
+
 /// Counts requests and refuses those beyond the limit. One is under way until its answer is sent.
-async fn limit(State(limits): State<Limits>, request: Request, next: Next) -> Response {
+async fn limit(limits: Limits, request: Request, next: Next) -> Response {
     let Limits { app, permits } = limits;
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let Ok(permit) = permits.try_acquire_owned() else {

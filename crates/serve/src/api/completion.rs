@@ -1,5 +1,6 @@
 //! What the answers of `/v1/chat/completions` and `/v1/completions` and their chunks have in common.
 
+use crate::sampling::UsageIn;
 use crate::writing::Usage;
 use serde::Serialize;
 
@@ -14,9 +15,43 @@ pub struct Completion<'a, Head, Choice> {
     object: &'static str,
     system_fingerprint: &'static str,
     choices: &'a [Choice],
-    /// Null but in a stream's last chunk, and left out of streams where nobody asks for it.
+    /// Left out of streams where nobody asks for it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
+    usage: Option<Used>,
+}
+
+/// What was used.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Used {
+    /// Null: a later chunk tells it.
+    Later,
+    /// By a choice so far.
+    SoFar {
+        /// Tokens of its prompt.
+        prompt_tokens: usize,
+        /// Tokens of its text.
+        completion_tokens: usize,
+        /// Both.
+        total_tokens: usize,
+    },
+    /// By all choices.
+    All(Usage),
+}
+
+impl Used {
+    /// As a chunk tells it of a choice with so many tokens of its prompt and its text.
+    pub fn so_far(told: UsageIn, prompt_tokens: usize, completion_tokens: usize) -> Option<Self> {
+        match told {
+            UsageIn::None => None,
+            UsageIn::Last => Some(Self::Later),
+            UsageIn::Each => Some(Self::SoFar {
+                prompt_tokens,
+                completion_tokens,
+                total_tokens: prompt_tokens + completion_tokens,
+            }),
+        }
+    }
 }
 
 impl<'a, Head, Choice> Completion<'a, Head, Choice> {
@@ -27,7 +62,7 @@ impl<'a, Head, Choice> Completion<'a, Head, Choice> {
         choices: &'a [Choice],
         usage: Usage,
     ) -> Self {
-        Self::chunk(object, head, choices, Some(Some(usage)))
+        Self::chunk(object, head, choices, Some(Used::All(usage)))
     }
 
     /// A chunk, with its usage where that is asked for.
@@ -35,7 +70,7 @@ impl<'a, Head, Choice> Completion<'a, Head, Choice> {
         object: &'static str,
         head: &'a Head,
         choices: &'a [Choice],
-        usage: Option<Option<Usage>>,
+        usage: Option<Used>,
     ) -> Self {
         Self { head, object, system_fingerprint: FINGERPRINT, choices, usage }
     }

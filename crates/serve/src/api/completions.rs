@@ -1,16 +1,16 @@
 //! `POST /v1/completions`: texts and tokens are continued as they are, and told with their log-probabilities.
 
 use crate::adapters::Chosen;
-use crate::api::completion::Completion;
+use crate::api::completion::{Completion, Used};
 use crate::app::{App, Shared, new_id, now};
 use crate::body::Body;
 use crate::constraint::Constraint;
 use crate::context;
 use crate::conversation::Reason;
 use crate::error::{ApiError, Result};
-use crate::sampling::{Sampling, alternatives, request};
+use crate::sampling::{Sampling, UsageIn, alternatives, request};
 use crate::words::{Words, finite};
-use crate::writing::{Gone, Out, TOO_LONG, Texts, Usage, Written, stream};
+use crate::writing::{Gone, Out, Texts, Usage, Written, stream};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
@@ -148,6 +148,9 @@ impl CompletionRequest {
                     echo: text.clone(),
                     words: logprobs.map(|_| Words::of(app)),
                     writes: self.max_tokens != Some(0),
+                    ends: app.ends(&options),
+                    prompt: tokens.len(),
+                    tokens: 0,
                     offset: 0,
                 });
                 requests.push(Request {
@@ -189,18 +192,10 @@ fn read(
 
 /// Tokens that the engine writes after a prompt: one at least, also where none is wanted.
 fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize> {
-    let context = context::length(app);
     match asked {
-        Some(0) if prompt <= context => Ok(1),
-        Some(0) => {
-            let what = format!("has {prompt} tokens, but the model's context has {context}");
-            Err(ApiError::field("prompt", what).coded(TOO_LONG))
-        }
-        asked => {
-            let usual = USUAL_TOKENS.min(context.saturating_sub(prompt));
-            let most = ("max_tokens", asked.unwrap_or(usual));
-            context::room(app, ("prompt", prompt), Some(most))
-        }
+        Some(0) => context::check(app, "prompt", prompt).map(|()| 1),
+        Some(most) => context::room(app, ("prompt", prompt), Some(("max_tokens", most))),
+        None => Ok(context::room(app, ("prompt", prompt), None)?.min(USUAL_TOKENS)),
     }
 }
 
@@ -213,6 +208,11 @@ struct Line {
     words: Option<Words>,
     /// Whether what is written is told.
     writes: bool,
+    /// The tokens that end a text and belong to none.
+    ends: Vec<u32>,
+    /// Tokens of the prompt, and of what was written.
+    prompt: usize,
+    tokens: usize,
     /// Characters of the tokens that were told.
     offset: usize,
 }
@@ -252,6 +252,8 @@ impl Line {
         match written {
             Written::Prompt(scored) => more.logprobs = self.scores(&scored),
             Written::Piece(piece) if self.writes => {
+                let belongs = piece.token.is_some_and(|token| !self.ends.contains(&token));
+                self.tokens += usize::from(belongs);
                 more.logprobs = self.logprob(&piece);
                 more.text.push_str(&piece.text);
             }
@@ -374,7 +376,7 @@ async fn tell(
     mut lines: Vec<Line>,
     choices: usize,
     head: Head,
-    with_usage: bool,
+    usage_in: UsageIn,
 ) -> Result<(), Gone> {
     let mut usage = Usage::default();
     // Of tokens whose text is still held back.
@@ -399,11 +401,11 @@ async fn tell(
             continue;
         }
         let choice = Choice { index, text, logprobs: waiting.take(), finish_reason: reason };
-        let usage = with_usage.then_some(None);
+        let usage = Used::so_far(usage_in, line.prompt, line.tokens);
         let choices = std::slice::from_ref(&choice);
         out.object(&Completion::chunk(OBJECT, &head, choices, usage)).await?;
     }
-    if with_usage {
+    if usage_in != UsageIn::None {
         let none: &[Choice] = &[];
         out.object(&Completion::whole(OBJECT, &head, none, usage)).await?;
     }

@@ -8,7 +8,6 @@ use crate::app::{App, Shared};
 use crate::body::Body;
 use crate::context;
 use crate::error::{ApiError, Result};
-use crate::writing::TOO_LONG;
 use axum::extract::State;
 use axum::routing::post;
 use axum::{Json, Router};
@@ -157,14 +156,11 @@ fn tokens(app: &App, chosen: &Chosen, index: usize, text: Text) -> Result<Vec<u3
         Text::Text(text) => context::read(app, &chosen.tokenizer, (&field, &text), true)?,
         Text::Tokens(tokens) => tokens,
     };
-    let (context, vocabulary) = (context::length(app), app.model.config().vocab_size);
+    let vocabulary = app.model.config().vocab_size;
     if tokens.is_empty() {
         return Err(ApiError::field(field, "is empty, expected at least one token"));
     }
-    if tokens.len() > context {
-        let what = format!("has {} tokens, but the model's context has {context}", tokens.len());
-        return Err(ApiError::field(field, what).coded(TOO_LONG));
-    }
+    context::check(app, &field, tokens.len())?;
     match tokens.iter().find(|token| **token as usize >= vocabulary) {
         None => Ok(tokens),
         Some(token) => {

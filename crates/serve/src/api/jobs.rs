@@ -110,6 +110,13 @@ fn model(app: &App, name: &str) -> Result<String> {
             format_args!("is a model of {}, and this server has {base}", tuned.base),
         )),
         Some(tuned) => Ok(tuned.name),
+        None if app.folder_of(name)?.is_some() => Err(ApiError::field(
+            "model",
+            format_args!(
+                "{} is an adapter that was not fine-tuned here; jobs go on from {base} or a fine-tuned model",
+                metal_candle::readable(name)
+            ),
+        )),
         None => Err(ApiError::no_model(name)),
     }
 }

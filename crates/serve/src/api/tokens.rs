@@ -5,7 +5,7 @@ use crate::app::Shared;
 use crate::body::Body;
 use crate::constraint::Constraint;
 use crate::context;
-use crate::conversation::{Conversation, check_variables, template};
+use crate::conversation::{Conversation, MESSAGES, check_variables, template};
 use crate::error::{ApiError, Result};
 use crate::sampling::Sampling;
 use crate::tools::{self, Choice, ToolField};
@@ -94,12 +94,13 @@ impl TokenizeRequest {
         let Some(messages) = self.messages else {
             return Err(ApiError::field("prompt", "is missing, as is \"messages\""));
         };
-        let template = template(tokenizer)?;
+        let template = template(tokenizer, MESSAGES)?;
         let variables = self.chat_template_kwargs.unwrap_or_default();
         check_variables("chat_template_kwargs", &variables, template)?;
         let tools = tools::read(self.tools)?;
         Ok(Conversation {
-            messages: messages::read("messages", messages, template)?,
+            messages: messages::read(MESSAGES, messages, template)?,
+            field: MESSAGES,
             choice: Choice::read(None, &tools)?,
             tools,
             parallel: true,

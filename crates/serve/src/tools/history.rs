@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 /// The length of identifiers that Mistral's templates want.
 const SHORT_ID: usize = 9;
 
-/// The conversation as the template can have it, and the tools that the template is given.
+/// The conversation, which `field` has, as the template can have it, and the tools that the template is given.
 ///
 /// # Errors
-/// A 400 when there is no message that could tell of tools.
+/// A 400 that names the field, when there is no message that could tell of tools.
 pub fn fit(
-    mut messages: Vec<Message>,
+    (field, mut messages): (&str, Vec<Message>),
     tools: &[Tool],
     format: &Format,
     template: &ChatTemplate,
@@ -48,7 +48,7 @@ pub fn fit(
             let Some(first) = first.filter(|it| matches!(it.role(), "system" | "user")) else {
                 let what = "the chat template knows nothing of tools, so a first message of the system or the user has \
                             to tell of them, and there is none";
-                return Err(ApiError::field("messages", what));
+                return Err(ApiError::field(field, what));
             };
             let text = first.text().unwrap_or_default();
             *first = first.clone().with("content", Value::from(format!("{about}\n\n{text}")));
@@ -147,14 +147,15 @@ mod tests {
         Tool::new("tools[0].function", "f".into(), Some("Does it.".into()), None).unwrap()
     }
 
-    fn conversation() -> Vec<Message> {
+    fn conversation() -> (&'static str, Vec<Message>) {
         let function = json!({"name": "f", "arguments": {"a": 1}});
         let call = json!({"id": "call_1", "type": "function", "function": function});
-        messages(json!([
+        let messages = messages(json!([
             {"role": "user", "content": "Do it."},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "done", "tool_call_id": "call_1"}
-        ]))
+        ]));
+        ("messages", messages)
     }
 
     #[test]
@@ -168,15 +169,16 @@ mod tests {
         assert_eq!(fitted[1].get("tool_calls"), None);
         assert_eq!(fitted[2].role(), "user");
         assert_eq!(text(2), "<tool_response>\ndone\n</tool_response>");
-        let assistant = messages(json!([{"role": "assistant", "content": "a"}]));
-        assert!(fit(assistant, &[tool()], Format::of(&plain), &plain).is_err());
+        let assistant = ("input", messages(json!([{"role": "assistant", "content": "a"}])));
+        let error = fit(assistant, &[tool()], Format::of(&plain), &plain).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("input"));
     }
 
     #[test]
     fn templates_with_tools_get_them() {
         let hermes = template("{{ tools }}{{ message.tool_calls }}<tool_call>");
         let (fitted, given) = fit(conversation(), &[tool()], Format::of(&hermes), &hermes).unwrap();
-        assert_eq!(fitted, conversation());
+        assert_eq!(fitted, conversation().1);
         assert_eq!(given.unwrap()[0]["function"]["name"], "f");
         let phi = template("{{ message['tools'] }}<|/tool|>");
         let (fitted, given) = fit(conversation(), &[tool()], Format::of(&phi), &phi).unwrap();

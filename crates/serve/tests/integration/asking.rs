@@ -71,9 +71,14 @@ impl Running {
         self.address
     }
 
+    /// What its answer is: its status and its body.
+    pub fn ask(&self, path: &str, body: &Value) -> (u16, String) {
+        ask_at(self.address, path, body)
+    }
+
     /// What it answers, which has to be good.
     pub fn good(&self, path: &str, body: &Value) -> Value {
-        let (status, answer) = ask_at(self.address, path, body);
+        let (status, answer) = self.ask(path, body);
         assert_eq!(status, 200, "{answer}");
         serde_json::from_str(&answer).unwrap()
     }

@@ -45,6 +45,27 @@ fn a_chat_is_answered_the_same_at_once_and_in_chunks() {
 }
 
 #[test]
+fn every_chunk_tells_what_was_used_if_that_is_asked_for() {
+    let text = json!({"model": "demo", "prompt": "Once", "seed": 7, "max_tokens": 12, "n": 2});
+    for (path, mut request) in [(CHAT, chat(json!({"n": 2}))), ("/v1/completions", text)] {
+        request["stream_options"] = json!({"include_usage": true, "continuous_usage_stats": true});
+        let mut chunks = events(path, &request);
+        let end = chunks.pop().unwrap();
+        assert_eq!(end["choices"], json!([]));
+        let mut so_far = [0; 2];
+        for chunk in &chunks {
+            let number = |name: &str| chunk["usage"][name].as_u64().unwrap();
+            let index = chunk["choices"][0]["index"].as_u64().unwrap() as usize;
+            assert!(number("completion_tokens") >= so_far[index], "{chunks:?}");
+            so_far[index] = number("completion_tokens");
+            assert_eq!(number("prompt_tokens"), end["usage"]["prompt_tokens"].as_u64().unwrap());
+            assert_eq!(number("total_tokens"), number("prompt_tokens") + so_far[index]);
+        }
+        assert_eq!(so_far.iter().sum::<u64>(), end["usage"]["completion_tokens"]);
+    }
+}
+
+#[test]
 fn logprobs_are_told_of_every_token() {
     let request = chat(json!({"logprobs": true, "top_logprobs": 3, "temperature": 0}));
     let whole = good(CHAT, &request);
@@ -161,6 +182,12 @@ fn what_is_wrong_with_a_chat_is_named() {
     let (status, answer) = ask(CHAT, &chat(long));
     let answer: Value = serde_json::from_str(&answer).unwrap();
     assert_eq!((status, &answer["error"]["code"]), (400, &json!("context_length_exceeded")));
+    // By these words clients know that another model has to read it.
+    let message = answer["error"]["message"].as_str().unwrap();
+    assert!(
+        message.starts_with("This model's maximum context length is 2048 tokens, "),
+        "{message}"
+    );
     let (status, _) = ask(CHAT, &chat(json!({"model": "other"})));
     assert_eq!(status, 404);
 }

@@ -60,6 +60,7 @@ fn refusals_have_the_form_of_their_protocol() {
     for (path, is_anthropic) in [("/v1/messages", true), ("/v1/chat/completions", false)] {
         let (head, body) = answer("POST", path, "", "{}");
         assert!(head.starts_with("http/1.1 401 "), "{head}");
+        assert!(head.contains("\r\nx-request-id: req_"), "{head}");
         let error: Value = serde_json::from_str(&body).unwrap();
         assert_eq!(error["type"] == "error", is_anthropic, "{error}");
         assert_eq!(error["error"]["type"], "authentication_error");
@@ -75,6 +76,15 @@ fn pages_that_may_ask_may_send_what_clients_send() {
     let (head, _) = answer("OPTIONS", "/v1/chat/completions", &headers, "");
     let allowed = head.lines().find(|line| line.starts_with("access-control-allow-headers:"));
     assert!(allowed.unwrap().contains("x-stainless-os"), "{head}");
+}
+
+#[test]
+fn the_version_is_told_to_who_has_a_key() {
+    let (head, _) = answer("GET", "/version", "", "");
+    assert!(head.starts_with("http/1.1 401 "), "{head}");
+    let (_, body) = answer("GET", "/version", &format!("authorization: Bearer {KEY}\r\n"), "");
+    let version: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(version, json!({"version": env!("CARGO_PKG_VERSION")}));
 }
 
 #[test]
@@ -100,4 +110,21 @@ fn grammars_and_texts_that_are_too_large_harm_nobody() {
     let message = json!({"role": "user", "content": long});
     let request = json!({"model": "demo", "messages": [message]});
     assert_eq!(refused("/v1/chat/completions", &request), "messages");
+}
+
+#[test]
+fn what_the_cache_has_no_room_for_is_refused_by_its_field() {
+    let small = Running::start_with(None, &[], |options| options.engine.cache_tokens = Some(256));
+    for (more, field) in [
+        (json!({"input": "word ".repeat(400)}), "input"),
+        (json!({"input": "a", "max_output_tokens": 256}), "max_output_tokens"),
+    ] {
+        let mut request = json!({"model": "demo"});
+        request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let (status, answer) = small.ask("/v1/responses", &request);
+        let error = &serde_json::from_str::<Value>(&answer).unwrap()["error"];
+        assert_eq!((status, &error["param"]), (400, &json!(field)), "{error}");
+        assert_eq!(error["code"], "context_length_exceeded");
+        assert!(error["message"].as_str().unwrap().contains("cache has room for 256"), "{error}");
+    }
 }

@@ -99,7 +99,7 @@ pub async fn whole(mut texts: Texts, mut reply: Reply, head: Head) -> Result<Res
         content.push(json!({"type": "thinking", "thinking": whole.reasoning, "signature": ""}));
     }
     if !whole.text.is_empty() || whole.calls.is_empty() {
-        content.push(json!({"type": "text", "text": whole.text, "citations": null}));
+        content.push(json!({"type": "text", "text": whole.text}));
     }
     content.extend(whole.calls.iter().map(call_block));
     message["content"] = content.into();
@@ -161,8 +161,7 @@ impl Blocks {
         match part {
             Part::Text(text) => {
                 if self.open != Open::Text {
-                    let block = json!({"type": "text", "text": "", "citations": null});
-                    self.begin(Open::Text, block).await?;
+                    self.begin(Open::Text, json!({"type": "text", "text": ""})).await?;
                 }
                 self.delta(json!({"type": "text_delta", "text": text})).await
             }

@@ -31,12 +31,14 @@ pub fn read(system: Option<Value>, messages: Vec<Map<String, Value>>) -> Result<
         let content = blocks(&format!("{place}.content"), content)?;
         match role.as_ref().and_then(Value::as_str) {
             Some("user") => user(content, &mut read)?,
+            // Where it stands is for the chat template to take or to refuse.
+            Some("system") => read.push(Message::new("system", texts(content)?)),
             Some("assistant") if index < last => read.push(assistant(content)?),
             Some("assistant") => {
                 let instead = "the last message has to be the user's, as answers are written from their beginning";
                 return Err(ApiError::unsupported(place, instead));
             }
-            _ => return Err(wrong("role", "expected \"user\" or \"assistant\"")),
+            _ => return Err(wrong("role", "expected \"user\", \"assistant\" or \"system\"")),
         }
     }
     Ok(read)
@@ -103,8 +105,12 @@ fn blocks(place: &str, content: Value) -> Result<Vec<Block>> {
 
 /// A content of text alone.
 fn text(place: &str, content: Value) -> Result<String> {
+    texts(blocks(place, content)?)
+}
+
+fn texts(blocks: Vec<Block>) -> Result<String> {
     let mut text = String::new();
-    for mut block in blocks(place, content)? {
+    for mut block in blocks {
         if block.kind != "text" {
             return Err(block.unexpected("\"text\", which is all that this model reads"));
         }
@@ -209,21 +215,25 @@ mod tests {
                     "caller": {"type": "direct"}}]},
             {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no", "is_error": true},
-                {"type": "text", "text": "And?"}]}
+                {"type": "text", "text": "And?"}]},
+            {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+            {"role": "user", "content": "Well?"}
         ]))
         .unwrap();
         let roles: Vec<&str> = read.iter().map(Message::role).collect();
-        assert_eq!(roles, ["system", "user", "assistant", "tool", "user"]);
+        assert_eq!(roles, ["system", "user", "assistant", "tool", "user", "system", "user"]);
         assert_eq!(read[1].text().unwrap(), "Do it.");
         assert_eq!(read[2].get("tool_calls").unwrap()[0]["function"]["arguments"]["a"], 1);
         assert_eq!(read[2].get("reasoning_content"), Some(&json!("hm")));
         assert_eq!(read[3].text().unwrap(), "Error: no");
+        assert_eq!(read[5].text().unwrap(), "Be kind.");
     }
 
     #[test]
     fn what_is_wrong_is_named() {
         for (message, field) in [
-            (json!({"role": "system", "content": "a"}), "role"),
+            (json!({"role": "robot", "content": "a"}), "role"),
+            (json!({"role": "system", "content": [{"type": "image"}]}), "content[0].type"),
             (json!({"role": "user"}), "content"),
             (
                 json!({"role": "user", "content": [{"type": "image", "source": {}}]}),

@@ -6,8 +6,7 @@ mod blocks;
 use crate::app::{Shared, new_id};
 use crate::body::Body;
 use crate::constraint::Constraint;
-use crate::context;
-use crate::conversation::{Conversation, check_variables, template};
+use crate::conversation::{Conversation, MESSAGES, check_variables, template};
 use crate::error::{ApiError, Result};
 use crate::sampling::{Sampling, within};
 use crate::tools::{Choice, Tool, check};
@@ -35,6 +34,9 @@ pub fn has(path: &str) -> bool {
     path == "/v1/messages" || path.starts_with("/v1/messages/")
 }
 
+/// The field of the answer's format.
+const FORMAT: &str = "output_config.format";
+
 /// A request to continue a conversation, or to count its tokens.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -55,11 +57,33 @@ struct MessagesRequest {
     /// Who asks, which changes nothing.
     #[serde(rename = "metadata")]
     _metadata: Option<Metadata>,
+    context_management: Option<ContextManagement>,
+    output_config: Option<OutputConfig>,
+    /// Prompts are cached in any case.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<IgnoredAny>,
     container: Option<IgnoredAny>,
-    context_management: Option<IgnoredAny>,
     mcp_servers: Option<IgnoredAny>,
-    output_config: Option<IgnoredAny>,
     output_format: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ContextManagement {
+    edits: Option<Vec<Value>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OutputConfig {
+    effort: Option<String>,
+    format: Option<OutputFormat>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum OutputFormat {
+    JsonSchema { schema: Map<String, Value> },
 }
 
 #[derive(Debug, Deserialize)]
@@ -80,6 +104,12 @@ struct ToolField {
     /// Prompts are cached in any case.
     #[serde(rename = "cache_control")]
     _cache_control: Option<IgnoredAny>,
+    /// Calls that must be made follow the schema in any case.
+    #[serde(rename = "strict")]
+    _strict: Option<bool>,
+    /// A call is told when it is whole.
+    #[serde(rename = "eager_input_streaming")]
+    _eager_input_streaming: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -122,7 +152,8 @@ impl Failure {
             status if status.is_server_error() => "api_error",
             _ => "invalid_request_error",
         };
-        let what = json!({"type": kind, "message": error.message});
+        let message = error.for_anthropic.as_ref().unwrap_or(&error.message);
+        let what = json!({"type": kind, "message": message});
         json!({"type": "error", "error": what, "request_id": null})
     }
 }
@@ -164,29 +195,33 @@ async fn messages(State(app): State<Shared>, request: Asked) -> Result<Response,
 async fn count_tokens(State(app): State<Shared>, request: Asked) -> Result<Json<Value>, Failure> {
     let Body(request) = request?;
     request.refuse()?;
-    let chosen = app.choose(&request.model).await?;
-    let count = app
-        .blocking(move |app| {
-            let tokenizer = &chosen.tokenizer;
-            let rendered = request.conversation(tokenizer)?.render(app, tokenizer, true)?;
-            Ok(context::encode(app, tokenizer, &rendered, false)?.len())
-        })
-        .await?;
+    let model = request.model.clone();
+    let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
+    let count = Conversation::counted(&app, &model, read).await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 
 impl MessagesRequest {
     /// Refuses what Anthropic's API has and this server hasn't.
     fn refuse(&self) -> Result<()> {
-        for (field, given) in [
-            ("container", &self.container),
-            ("context_management", &self.context_management),
-            ("mcp_servers", &self.mcp_servers),
-            ("output_config", &self.output_config),
-            ("output_format", &self.output_format),
+        for (field, given, instead) in [
+            ("container", &self.container, "leave it out"),
+            ("mcp_servers", &self.mcp_servers, "leave it out"),
+            ("output_format", &self.output_format, "give \"output_config\" with a \"format\""),
         ] {
             if given.is_some() {
-                return Err(ApiError::unsupported(field, "leave it out"));
+                return Err(ApiError::unsupported(field, instead));
+            }
+        }
+        let edits = self.context_management.iter().flat_map(|it| &it.edits).flatten();
+        for (index, edit) in edits.enumerate() {
+            let keeps =
+                |keep: Value| *edit == json!({"type": "clear_thinking_20251015", "keep": keep});
+            if !keeps(json!("all")) && !keeps(json!({"type": "all"})) {
+                let instead = "messages are read as they are, so an edit may be \"clear_thinking_20251015\" with \
+                               \"keep\": \"all\" alone";
+                let place = format!("context_management.edits[{index}]");
+                return Err(ApiError::unsupported(place, instead));
             }
         }
         match self.service_tier.as_deref() {
@@ -196,7 +231,7 @@ impl MessagesRequest {
     }
 
     fn conversation(self, tokenizer: &Tokenizer) -> Result<Conversation> {
-        let template = template(tokenizer)?;
+        let template = template(tokenizer, MESSAGES)?;
         if let Some(temperature) = self.temperature {
             within("temperature", temperature, 0.0, 1.0)?;
         }
@@ -216,28 +251,41 @@ impl MessagesRequest {
         choice.check(&tools)?;
         let mut variables = Map::new();
         match self.thinking {
-            None => {}
+            // Whether it thinks, and how long, is up to the model.
+            None | Some(Thinking::Adaptive {}) => {}
             Some(Thinking::Disabled {}) if !template.mentions("enable_thinking") => {}
             Some(Thinking::Disabled {}) => {
                 variables.insert("enable_thinking".into(), false.into());
             }
-            Some(Thinking::Enabled { .. } | Thinking::Adaptive {}) => {
-                let instead = "a model that thinks does so unless the type is \"disabled\"";
+            Some(Thinking::Enabled { .. }) => {
+                let instead =
+                    "a model that thinks does so with \"adaptive\", and not with \"disabled\"";
                 return Err(ApiError::unsupported("thinking.type", instead));
             }
         }
         check_variables("thinking", &variables, template)?;
+        let mut answer = Constraint::None;
+        if let Some(OutputConfig { effort, format }) = self.output_config {
+            // A hint, which clients send to every model.
+            if let Some(effort) = effort.filter(|_| template.mentions("reasoning_effort")) {
+                variables.insert("reasoning_effort".into(), effort.into());
+            }
+            if let Some(OutputFormat::JsonSchema { schema }) = format {
+                answer = Constraint::schema(FORMAT, Value::Object(schema))?;
+            }
+        }
         let stop = self.stop_sequences.map(Value::from);
         if let Some(stop) = &stop {
             crate::sampling::stops("stop_sequences", stop)?;
         }
         Ok(Conversation {
             messages: blocks::read(self.system, self.messages)?,
+            field: MESSAGES,
             tools,
             choice,
             parallel: !alone.unwrap_or(false),
             variables,
-            answer: Constraint::None,
+            answer,
             sampling: Sampling {
                 temperature: self.temperature,
                 top_p: self.top_p,

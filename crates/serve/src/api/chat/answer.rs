@@ -1,8 +1,9 @@
 //! Answers of `/v1/chat/completions`, whole and in chunks.
 
-use crate::api::completion::Completion;
+use crate::api::completion::{Completion, Used};
 use crate::conversation::{Reason, Reply, TokenLogprob, Whole};
 use crate::error::Result;
+use crate::sampling::UsageIn;
 use crate::tools::{Call, Part};
 use crate::writing::{Gone, Out, Texts, Usage, Written};
 use axum::Json;
@@ -162,7 +163,7 @@ struct Told {
     logprobs: Vec<TokenLogprob>,
 }
 
-/// Tells the choices as they are written; `with_usage` adds what was used at the end.
+/// Tells the choices as they are written, of a prompt of so many tokens.
 ///
 /// # Errors
 /// When nobody listens any more.
@@ -171,9 +172,10 @@ pub async fn tell(
     mut texts: Texts,
     mut replies: Vec<Reply>,
     head: Head,
-    with_usage: bool,
+    prompt_tokens: usize,
+    usage_in: UsageIn,
 ) -> Result<(), Gone> {
-    let chunks = Chunks { out, head, with_usage };
+    let chunks = Chunks { out, head, prompt_tokens, usage_in };
     let mut usage = Usage::default();
     let mut told: Vec<Told> = replies.iter().map(|_| Told::default()).collect();
     loop {
@@ -187,9 +189,8 @@ pub async fn tell(
             told.begun = true;
             let content = Some(String::new());
             let delta = Delta { role: Some("assistant"), content, ..Delta::default() };
-            chunks
-                .choice(ChunkChoice { index, delta, logprobs: None, finish_reason: None })
-                .await?;
+            let choice = ChunkChoice { index, delta, logprobs: None, finish_reason: None };
+            chunks.choice(choice, 0).await?;
         }
         let (parts, reason) = match written {
             Written::Prompt(_) => continue,
@@ -210,15 +211,17 @@ pub async fn tell(
         let deltas = parts.into_iter().map(|part| told.delta(part)).collect::<Vec<_>>();
         for delta in deltas {
             let logprobs = told.take_logprobs();
-            chunks.choice(ChunkChoice { index, delta, logprobs, finish_reason: None }).await?;
+            let choice = ChunkChoice { index, delta, logprobs, finish_reason: None };
+            chunks.choice(choice, reply.tokens()).await?;
         }
         if reason.is_some() {
             let (delta, logprobs) = (Delta::default(), told.take_logprobs());
-            chunks.choice(ChunkChoice { index, delta, logprobs, finish_reason: reason }).await?;
+            let choice = ChunkChoice { index, delta, logprobs, finish_reason: reason };
+            chunks.choice(choice, reply.tokens()).await?;
         }
     }
-    if with_usage {
-        chunks.send(&[], Some(usage)).await?;
+    if usage_in != UsageIn::None {
+        chunks.send(&[], Some(Used::All(usage))).await?;
     }
     chunks.out.end(None).await
 }
@@ -246,16 +249,17 @@ impl Told {
 struct Chunks {
     out: Out,
     head: Head,
-    with_usage: bool,
+    prompt_tokens: usize,
+    usage_in: UsageIn,
 }
 
 impl Chunks {
-    async fn choice(&self, choice: ChunkChoice) -> Result<(), Gone> {
-        self.send(&[choice], None).await
+    /// More of a choice, which has so many tokens by now.
+    async fn choice(&self, choice: ChunkChoice, tokens: usize) -> Result<(), Gone> {
+        self.send(&[choice], Used::so_far(self.usage_in, self.prompt_tokens, tokens)).await
     }
 
-    async fn send(&self, choices: &[ChunkChoice], usage: Option<Usage>) -> Result<(), Gone> {
-        let usage = self.with_usage.then_some(usage);
+    async fn send(&self, choices: &[ChunkChoice], usage: Option<Used>) -> Result<(), Gone> {
         let chunk = Completion::chunk("chat.completion.chunk", &self.head, choices, usage);
         self.out.object(&chunk).await
     }

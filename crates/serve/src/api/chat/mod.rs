@@ -6,7 +6,7 @@ pub mod messages;
 use crate::app::{Shared, new_id, now};
 use crate::body::Body;
 use crate::constraint::Constraint;
-use crate::conversation::{Conversation, check_variables, template};
+use crate::conversation::{Conversation, MESSAGES, check_variables, template};
 use crate::error::{ApiError, Result};
 use crate::sampling::{alternatives, check_metadata, request};
 use crate::tools::{self, Choice, ToolField};
@@ -70,10 +70,12 @@ async fn complete(State(app): State<Shared>, Body(request): Body<ChatRequest>) -
     let prepared = Conversation::prepared(&app, &model, read).await?;
     let texts = Texts::begin(&app, prepared.place, prepared.requests, streaming.is_some()).await?;
     let head = Head { id: new_id("chatcmpl-"), created: now(), model, service_tier };
-    let replies = prepared.replies;
+    let (replies, prompt) = (prepared.replies, prepared.prompt_tokens);
     match streaming {
         None => answer::whole(texts, replies, head).await,
-        Some(usage) => Ok(stream(&app, |out| answer::tell(out, texts, replies, head, usage))),
+        Some(usage) => {
+            Ok(stream(&app, |out| answer::tell(out, texts, replies, head, prompt, usage)))
+        }
     }
 }
 
@@ -137,7 +139,7 @@ impl ChatRequest {
             (_, Some(most)) => Some(("max_completion_tokens", most)),
             (most, None) => most.map(|most| ("max_tokens", most)),
         };
-        let template = template(tokenizer)?;
+        let template = template(tokenizer, MESSAGES)?;
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         check_variables("chat_template_kwargs", &variables, template)?;
         if let Some(effort) = self.reasoning_effort {
@@ -149,7 +151,8 @@ impl ChatRequest {
             variables.insert(field.into(), effort.into());
         }
         Ok(Conversation {
-            messages: messages::read("messages", self.messages, template)?,
+            messages: messages::read(MESSAGES, self.messages, template)?,
+            field: MESSAGES,
             tools,
             choice,
             parallel: self.parallel_tool_calls.unwrap_or(true),

@@ -45,6 +45,11 @@ pub fn message((index, mut item): (usize, Map<String, Value>)) -> Result<Map<Str
             let thoughts: String = texts.collect();
             json!({"role": "assistant", "content": "", "reasoning_content": thoughts})
         }
+        Some("item_reference") => {
+            let instead =
+                "nothing is kept, so give the item itself, as clients do with \"store\": false";
+            return Err(ApiError::unsupported(place("type"), instead));
+        }
         _ => {
             let what = "expected \"message\", \"function_call\", \"function_call_output\" or \"reasoning\"";
             return Err(ApiError::field(place("type"), what));
@@ -142,7 +147,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         for (item, field) in [
-            (json!({"type": "item_reference", "id": "x"}), "type"),
+            (json!({"type": "web_search_call", "id": "x"}), "type"),
             (json!({"role": "user"}), "content"),
             (json!({"role": "user", "content": [{"type": "input_image"}]}), "content[0].type"),
             (json!({"type": "function_call", "name": "f"}), "tool_calls[0].id"),
@@ -151,5 +156,8 @@ mod tests {
             let error = messages(json!([item])).unwrap_err();
             assert_eq!(error.param.unwrap(), format!("input[0].{field}"));
         }
+        let error = messages(json!([{"type": "item_reference", "id": "x"}])).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("input[0].type"));
+        assert!(error.message.contains("nothing is kept"), "{}", error.message);
     }
 }

@@ -1,4 +1,5 @@
 //! `POST /v1/responses`: texts and calls of functions. Nothing is kept, so a conversation is given as a whole each time.
+//! `POST /v1/responses/input_tokens` counts the tokens of one.
 
 mod answer;
 mod input;
@@ -13,21 +14,25 @@ use crate::sampling::{Sampling, check_metadata};
 use crate::tools::{Choice, Tool, check};
 use crate::writing::{Texts, stream};
 use answer::Answer;
-use axum::Router;
 use axum::extract::State;
 use axum::response::Response;
 use axum::routing::post;
+use axum::{Json, Router};
 use metal_candle::text::{Message, Tokenizer};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 
+/// The field of the conversation.
+const INPUT: &str = "input";
 /// The field of the answer's format.
 const FORMAT: &str = "text.format";
 
 /// The routes.
 pub fn routes() -> Router<Shared> {
-    Router::new().route("/v1/responses", post(respond))
+    Router::new()
+        .route("/v1/responses", post(respond))
+        .route("/v1/responses/input_tokens", post(count_tokens))
 }
 
 #[derive(Debug, Deserialize)]
@@ -155,6 +160,17 @@ async fn respond(
     }
 }
 
+async fn count_tokens(
+    State(app): State<Shared>,
+    Body(request): Body<ResponseRequest>,
+) -> Result<Json<Value>> {
+    request.refuse()?;
+    let model = request.model.clone();
+    let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
+    let count = Conversation::counted(&app, &model, read).await?;
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count})))
+}
+
 /// The fields of both objects.
 fn merged(mut one: Value, other: Value) -> Value {
     if let (Value::Object(fields), Value::Object(more)) = (&mut one, other) {
@@ -196,11 +212,6 @@ impl ResponseRequest {
             ("background", self.background == Some(true), "wait for the answer or stream it"),
             ("store", self.store == Some(true), "answers are kept nowhere"),
             (
-                "include",
-                self.include.as_ref().is_some_and(|it| !it.is_empty()),
-                "answers have all that there is",
-            ),
-            (
                 "top_logprobs",
                 self.top_logprobs.is_some_and(|it| it > 0),
                 "/v1/chat/completions tells log-probabilities",
@@ -220,6 +231,13 @@ impl ResponseRequest {
             if is_asked {
                 return Err(ApiError::unsupported(field, instead));
             }
+        }
+        // Thoughts are told as they are, so whoever keeps them has no need of encrypted ones.
+        let asks = |it: &&String| *it != "reasoning.encrypted_content";
+        if let Some(other) = self.include.iter().flatten().find(asks) {
+            let other = metal_candle::readable(other);
+            let what = format!("{other:?} is not supported; answers have all that there is");
+            return Err(ApiError::field("include", what).coded("unsupported_parameter"));
         }
         check_service_tier(self.service_tier.as_deref())?;
         check_metadata(self.metadata.as_ref())
@@ -244,7 +262,7 @@ impl ResponseRequest {
     }
 
     fn conversation(self, tokenizer: &Tokenizer) -> Result<Conversation> {
-        let template = template(tokenizer)?;
+        let template = template(tokenizer, INPUT)?;
         let tools = self.tools.into_iter().flatten().enumerate().map(tool);
         let tools = tools.collect::<Result<Vec<_>>>()?;
         check(&tools)?;
@@ -274,13 +292,14 @@ impl ResponseRequest {
             Input::Items(items) => {
                 let items = items.into_iter().enumerate().map(input::message);
                 let items = items.collect::<Result<Vec<_>>>()?;
-                let items = messages::read("input", items, template)?;
+                let items = messages::read(INPUT, items, template)?;
                 conversation.extend(input::joined(items));
             }
         }
         let format = self.text.and_then(|text| text.format).map(nested);
         Ok(Conversation {
             messages: conversation,
+            field: INPUT,
             tools,
             choice,
             parallel: self.parallel_tool_calls.unwrap_or(true),

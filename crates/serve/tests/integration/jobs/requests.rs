@@ -1,6 +1,6 @@
 //! What is refused, and why.
 
-use super::client::{Client, PATIENCE, error_of, lines, serve};
+use super::client::{Client, PATIENCE, error_of, lines, serve, serve_with};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -139,6 +139,25 @@ fn wrong_requests_are_errors_that_name_their_fields() {
         client.post("/v1/fine_tuning/jobs", &json!({"model": "gpt-4o", "training_file": id}));
     assert_eq!(error_of(&answer), (404, "model"));
     assert_eq!(client.ok("/v1/fine_tuning/jobs")["data"], json!([]));
+    server.stop();
+}
+
+#[test]
+fn adapters_of_others_are_no_beginning_and_none_hides_the_base() {
+    let (folder, adapters) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for name in ["demo", "other"] {
+        fs::create_dir(adapters.path().join(name)).unwrap();
+        fs::write(adapters.path().join(name).join("adapter_config.json"), "{}").unwrap();
+    }
+    let server = serve_with(folder.path(), |it| it.adapters = Some(adapters.path().into()));
+    let client = Client::of(&server);
+    let models = client.ok("/v1/models");
+    let names = models["data"].as_array().unwrap().iter().map(|it| it["id"].as_str().unwrap());
+    assert_eq!(names.collect::<Vec<_>>(), ["demo", "other"]);
+    let job = json!({"model": "other", "training_file": client.upload(&lines(4))});
+    let answer = client.post("/v1/fine_tuning/jobs", &job);
+    assert_eq!(error_of(&answer), (400, "model"));
+    assert!(answer.1["error"]["message"].as_str().unwrap().contains("was not fine-tuned here"));
     server.stop();
 }
 
