@@ -39,7 +39,7 @@ pub struct Batch {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_file"], requires = "output")]
     pub prompts: Option<PathBuf>,
     /// The file of answers, in the order of the prompts; a run that was stopped goes on
-    #[arg(short, long, value_name = "FILE", requires = "prompts")]
+    #[arg(short, long, value_name = "FILE", requires = "prompts", conflicts_with_all = ["prompt", "prompt_file"])]
     pub output: Option<PathBuf>,
     #[command(flatten)]
     pub at_once: AtOnce,
@@ -135,9 +135,9 @@ impl Given<'_> {
             &self.options;
         json!({
             "program": concat!("metal-candle ", env!("CARGO_PKG_VERSION")),
-            "model": self.loaded.folder,
+            "model": output::path(&self.loaded.folder),
             "dtype": self.loaded.model.dtype().as_str(),
-            "adapter": self.adapter,
+            "adapter": self.adapter.map(output::path),
             "template": self.loaded.tokenizer.chat_template().map(|it| it.fingerprint()),
             "variables": self.loaded.variables,
             "system": self.system,
@@ -158,7 +158,7 @@ struct Report {
     tokens: usize,
     seconds: f64,
     tokens_per_second: f64,
-    output: PathBuf,
+    output: String,
 }
 
 /// Answers a file of prompts.
@@ -223,7 +223,7 @@ pub fn run(
         tokens: tokens as usize,
         seconds,
         tokens_per_second: tokens as f64 / seconds,
-        output: output.into(),
+        output: output::path(output),
     };
     if terminal.json {
         output::json(&report)?;

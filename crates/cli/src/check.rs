@@ -44,10 +44,10 @@ fn nats(text: &str) -> Result<f64, String> {
 /// What was found.
 #[derive(Serialize)]
 pub struct Checked {
-    source: PathBuf,
+    source: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    adapter: Option<PathBuf>,
-    exported: PathBuf,
+    adapter: Option<String>,
+    exported: String,
     agrees: bool,
     rounding: Rounding,
     texts: usize,
@@ -150,9 +150,9 @@ impl CheckFlags {
         problems.extend(weights.iter_mut().flat_map(|it| std::mem::take(&mut it.problems)));
         problems.extend(limits.problems(&divergence));
         Ok(Checked {
-            source: base.to_path_buf(),
-            adapter: adapter.map(Path::to_path_buf),
-            exported: exported.to_path_buf(),
+            source: output::path(base),
+            adapter: adapter.map(output::path),
+            exported: output::path(exported),
             agrees: problems.is_empty(),
             rounding,
             texts,
@@ -174,14 +174,10 @@ impl Checked {
     /// What was found, as a person reads it.
     pub fn tell(&self, terminal: Terminal) -> anyhow::Result<()> {
         let with = match &self.adapter {
-            Some(adapter) => format!(" with {}", adapter.display()),
+            Some(adapter) => format!(" with {adapter}"),
             None => String::new(),
         };
-        terminal.note(format!(
-            "{} beside {}{with}",
-            self.exported.display(),
-            self.source.display()
-        ));
+        terminal.note(format!("{} beside {}{with}", self.exported, self.source));
         let is_fine = |aspect| !self.problems.iter().any(|problem| problem.aspect == aspect);
         let same = |aspect, of: String| match is_fine(aspect) {
             true => format!("the same {of}"),
@@ -258,6 +254,6 @@ impl Checked {
             format!("{of}: {}", problem.message)
         });
         let told = aspects.collect::<Vec<_>>().join("; ");
-        anyhow::bail!("{} is not what its source is: {told}", self.exported.display())
+        anyhow::bail!("{} is not what its source is: {told}", self.exported)
     }
 }

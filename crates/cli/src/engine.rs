@@ -57,12 +57,15 @@ pub struct AtOnce {
 }
 
 impl AtOnce {
-    /// Whether nothing else is asked for than usually.
-    fn is_usual(&self) -> bool {
+    /// The first flag that asks for something else than usually.
+    pub fn unusual(&self) -> Option<&'static str> {
         let usual = EngineOptions::default();
-        self.max_sequences == usual.max_sequences
-            && self.max_batch_tokens == usual.max_batch_tokens
-            && self.cache_tokens == usual.cache_tokens
+        let flags = [
+            ("--max-sequences", self.max_sequences == usual.max_sequences),
+            ("--max-batch-tokens", self.max_batch_tokens == usual.max_batch_tokens),
+            ("--cache-tokens", self.cache_tokens == usual.cache_tokens),
+        ];
+        flags.into_iter().find_map(|(flag, is_usual)| (!is_usual).then_some(flag))
     }
 }
 
@@ -70,7 +73,7 @@ impl Writing {
     /// Whether nothing else is asked for than usually, also of how many texts are written at once.
     pub fn is_usual(&self, at_once: &AtOnce) -> bool {
         let usual = EngineOptions::default();
-        at_once.is_usual()
+        at_once.unusual().is_none()
             && self.cache_dtype == usual.cache_dtype
             && self.batch_invariant == usual.batch_invariant
             && self.draft_tokens == usual.draft_tokens

@@ -4,10 +4,11 @@ use crate::output::StdoutClosed;
 use crate::settings::cut;
 use std::ffi::OsString;
 use std::fmt;
+use std::path::Path;
 
 /// 0, as programs whose reader has left.
 pub const SUCCESS: u8 = 0;
-/// What was asked for failed.
+/// What was asked for failed, as it may by a flag that only the model or the data show to be wrong.
 pub const FAILURE: u8 = 1;
 /// What was asked for makes no sense: an unknown flag or key, a value out of its range.
 pub const USAGE: u8 = 2;
@@ -31,24 +32,38 @@ pub fn usage(message: impl fmt::Display) -> anyhow::Error {
     Usage(message.to_string()).into()
 }
 
+/// That a path is a text, where a file of settings has to name it.
+pub fn check_name(key: &str, path: &Path) -> anyhow::Result<()> {
+    match path.to_str() {
+        Some(_) => Ok(()),
+        None => Err(usage(format!(
+            "{key}: is {}, which is no UTF-8, so the settings that a run keeps can't name it; choose another",
+            cut(&path.to_string_lossy())
+        ))),
+    }
+}
+
 /// What is wrong with an argument that is no UTF-8, as a path may be where it isn't the name of something on the hub too.
-pub fn no_text(arguments: impl Iterator<Item = OsString>) -> Option<String> {
-    let mut option = None;
+/// It belongs to the option before it if that takes a value.
+pub fn no_text(
+    arguments: impl Iterator<Item = OsString>,
+    takes_value: impl Fn(&str) -> bool,
+) -> Option<String> {
+    let mut before = None;
     for argument in arguments {
         match argument.to_str() {
-            Some(text) if text.starts_with('-') => option = Some(text.to_string()),
-            Some(_) => {}
+            Some(text) => before = Some(text.to_string()),
             None => {
                 let shown = argument.to_string_lossy();
                 // As one word, `--data=...`, it has its option's name in it.
                 let named = shown.split_once('=').filter(|_| shown.starts_with('-'));
-                let (option, value) = match (named, &option) {
-                    (Some((option, value)), _) => (format!("{option}: "), value),
-                    (None, Some(option)) => (format!("{option}: "), shown.as_ref()),
-                    (None, None) => (String::new(), shown.as_ref()),
+                let (subject, value) = match (named, &before) {
+                    (Some((option, value)), _) => (option, value),
+                    (None, Some(option)) if takes_value(option) => (option.as_str(), &*shown),
+                    _ => ("argument", &*shown),
                 };
                 return Some(format!(
-                    "{option}is {}, which is no UTF-8; expected a text, or a file whose name is one",
+                    "{subject}: is {}, which is no UTF-8; expected a text, or a file whose name is one",
                     cut(value)
                 ));
             }
@@ -107,13 +122,16 @@ mod tests {
     fn an_argument_that_is_no_text_is_told_with_its_option() {
         use std::os::unix::ffi::OsStringExt;
         let told = |words: &[&[u8]]| {
-            no_text(words.iter().map(|word| OsString::from_vec(word.to_vec()))).unwrap()
+            let words = words.iter().map(|word| OsString::from_vec(word.to_vec()));
+            no_text(words, |option| option == "--data").unwrap()
         };
         let found = told(&[b"train", b"-m", b"base", b"--data", b"bad\xff.jsonl"]);
         assert!(found.starts_with("--data: is bad\u{fffd}.jsonl, which is no UTF-8"), "{found}");
         assert!(told(&[b"train", b"--data=\xff"]).starts_with("--data: is \u{fffd}, which"));
-        assert!(told(&[b"\xff"]).starts_with("is \u{fffd}, which"));
-        assert_eq!(no_text(["train", "-m"].map(OsString::from).into_iter()), None);
+        assert!(told(&[b"\xff"]).starts_with("argument: is \u{fffd}, which"));
+        assert!(told(&[b"inspect", b"--json", b"\xff"]).starts_with("argument: is \u{fffd}"));
+        assert!(told(&[b"data", b"--data", b"a", b"\xff"]).starts_with("argument: is \u{fffd}"));
+        assert_eq!(no_text(["train", "-m"].map(OsString::from).into_iter(), |_| true), None);
     }
 
     #[test]

@@ -28,8 +28,10 @@ mod visible;
 mod wrap;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use output::Terminal;
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Fine-tune language models with LoRA and run them.
@@ -39,7 +41,8 @@ use std::process::ExitCode;
     version,
     propagate_version = true,
     max_term_width = 100,
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by Ctrl-C, SIGTERM or SIGHUP.\n\
+    after_help = "Exit codes: 0 done, 1 failed (also by a flag that only the model or the data show to be wrong), 2 wrong usage, \
+                  130 ended by Ctrl-C, SIGTERM or SIGHUP.\n\
                   METAL_CANDLE_LOG sets what is logged, such as metal_candle=debug."
 )]
 struct Cli {
@@ -97,8 +100,17 @@ fn main() -> ExitCode {
         Err(error) => {
             match explain(&error) {
                 Some(message) => output::say(format!("error: {message}")),
-                // Help into a closed pipe is nobody's mistake.
-                None => drop(error.print()),
+                None => {
+                    let printed = error.print().and_then(|()| std::io::stdout().flush());
+                    if let Err(failed) = printed
+                        && !error.use_stderr()
+                        // Help into a closed pipe is nobody's mistake.
+                        && failed.kind() != std::io::ErrorKind::BrokenPipe
+                    {
+                        output::say(format!("error: cannot write to stdout: {failed}"));
+                        return ExitCode::from(errors::FAILURE);
+                    }
+                }
             }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(errors::USAGE));
         }
@@ -137,7 +149,9 @@ fn explain(error: &clap::Error) -> Option<String> {
         _ => None,
     };
     if error.kind() == ErrorKind::InvalidUtf8 {
-        return errors::no_text(std::env::args_os().skip(1));
+        let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let takes_value = |option: &str| takes_value(&arguments, option);
+        return errors::no_text(arguments.iter().cloned(), takes_value);
     }
     let flag = context(ContextKind::InvalidArg)?;
     match error.kind() {
@@ -176,6 +190,28 @@ fn explain(error: &clap::Error) -> Option<String> {
     }
 }
 
+/// Whether `option`, as it is written, takes a value in the command that the arguments name.
+fn takes_value(arguments: &[impl AsRef<OsStr>], option: &str) -> bool {
+    let root = Cli::command();
+    let (mut command, mut known) = (&root, Vec::new());
+    known.extend(root.get_arguments());
+    for word in arguments {
+        if let Some(named) = command.find_subcommand(word.as_ref()) {
+            known.extend(named.get_arguments());
+            command = named;
+        }
+    }
+    let is_meant = |argument: &clap::Arg| match option.strip_prefix("--") {
+        Some(name) => {
+            let aliases = argument.get_all_aliases().unwrap_or_default();
+            argument.get_long().into_iter().chain(aliases).any(|long| long == name)
+        }
+        // The last of several in a word.
+        None => option.starts_with('-') && option.chars().last() == argument.get_short(),
+    };
+    known.into_iter().any(|argument| argument.get_action().takes_values() && is_meant(argument))
+}
+
 fn run(cli: Cli) -> anyhow::Result<u8> {
     logging::start(cli.verbose, cli.quiet)?;
     let terminal = |json| Terminal { quiet: cli.quiet, json };
@@ -194,9 +230,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Inspect(arguments) => commands::inspect::run(arguments, terminal),
         Command::Bench(arguments) => commands::bench::run(arguments, terminal),
         Command::Demo(arguments) => commands::demo::run(arguments, terminal),
-        Command::Completions(arguments) => {
-            commands::completions::run(arguments, <Cli as clap::CommandFactory>::command())
-        }
+        Command::Completions(arguments) => commands::completions::run(arguments, Cli::command()),
     }
 }
 
@@ -207,7 +241,6 @@ mod documents;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn flags_are_consistent() {
@@ -292,6 +325,23 @@ mod tests {
     }
 
     #[test]
+    fn options_with_values_are_known_from_switches() {
+        for (words, option, expected) in [
+            (&["inspect"][..], "--revision", true),
+            (&["inspect"], "--json", false),
+            (&["bench"], "--json", true),
+            (&["train"], "--adapter-path", true),
+            (&["train"], "-qm", true),
+            (&["train"], "-q", false),
+            (&["jobs", "create"], "--suffix", true),
+            (&["jobs", "create"], "--server", true),
+            (&["inspect"], "model", false),
+        ] {
+            assert_eq!(takes_value(words, option), expected, "{words:?} {option}");
+        }
+    }
+
+    #[test]
     fn fingers_find_the_flags_of_other_programs() {
         for line in [
             "train --train --model x --data y --iters 4 --mask-prompt --num-layers 8 --adapter-path z",
@@ -303,6 +353,7 @@ mod tests {
             "generate -m x -p y --temp 0 --max-new-tokens 3 --system-prompt z --adapter-path a",
             "serve -m x --tensor-parallel-size 2",
             "chat -m x --system-prompt y --temp 1",
+            "bench --only train --grad-checkpoint",
             "fuse -m x --adapter-path a --save-path b",
             "lora -c x.yaml",
             "train -m x --dataset_name owner/name --dataset-config en --dataset_text_field body",

@@ -2,6 +2,7 @@
 
 use crate::bounds;
 use crate::datasets::{self, Wanted};
+use crate::errors::usage;
 use crate::output::{Terminal, are};
 use crate::settings::{Data, DataFlags, Loss};
 use chrono::NaiveDateTime;
@@ -47,7 +48,7 @@ impl Measured {
     /// Finds the data: of the split that was named, or else what is `usual`.
     pub fn find(&self, usual: Wanted, terminal: Terminal) -> anyhow::Result<Vec<DataSource>> {
         bounds::check("batch_size", self.batch_size, &bounds::BATCH_SIZE)?;
-        bounds::check("max_seq_length", self.max_seq_length, &bounds::TOKENS)?;
+        self.data_options().validate().map_err(usage)?;
         let split = self.split.map(|split| match split {
             Split::Train => data::Split::Train,
             Split::Valid => data::Split::Valid,
@@ -57,6 +58,14 @@ impl Measured {
         let wanted = split.map_or(usual, |split| Wanted::Measuring(Some(split)));
         let found = datasets::find(&data, &self.sources, wanted, terminal)?;
         Ok(found.into_iter().map(|found| found.source).collect())
+    }
+
+    fn data_options(&self) -> DataOptions {
+        DataOptions {
+            max_seq_length: self.max_seq_length,
+            loss_on: self.loss_on.for_data(),
+            ..DataOptions::default()
+        }
     }
 
     /// Tokens of an example, at most.
@@ -77,13 +86,7 @@ impl Measured {
         config: &Config,
         terminal: Terminal,
     ) -> anyhow::Result<Batcher> {
-        let options = DataOptions {
-            max_seq_length: self.max_seq_length,
-            loss_on: self.loss_on.for_data(),
-            variables: variables.clone(),
-            now,
-            ..DataOptions::default()
-        };
+        let options = DataOptions { variables: variables.clone(), now, ..self.data_options() };
         let dataset = tokenize(sources, tokenizer, &options)?.into_dataset()?;
         dataset.check_vocabulary(config.vocab_size)?;
         let context = config.max_position_embeddings;

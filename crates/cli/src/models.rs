@@ -358,6 +358,8 @@ pub fn device(processor: Processor) -> anyhow::Result<Device> {
 
 /// The device of this process, which may be one of several with a GPU each.
 pub fn device_of(processor: Processor, launched: Option<&Launched>) -> anyhow::Result<Device> {
+    devices::check_cpu_instructions()
+        .map_err(|error| usage(metal_candle::tensor_message(&error)))?;
     match choose(processor) {
         Processor::Auto | Processor::Cpu => Ok(Device::Cpu),
         Processor::Cuda if !cfg!(feature = "cuda") => {

@@ -8,6 +8,7 @@ use indicatif::{HumanCount, MultiProgress};
 use serde::Serialize;
 use std::fmt;
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::sync::LazyLock;
 
 /// Every progress bar belongs to this, so that lines on stderr can step around them.
@@ -90,6 +91,11 @@ pub fn line(text: impl fmt::Display) -> anyhow::Result<()> {
 /// beyond ASCII, of which it is to give all.
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     write_as_it_is(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// A path as it stands in a report: JSON is UTF-8, which the name of a file need not be.
+pub fn path(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
 }
 
 /// Rows of a name and a value, the values in one column.

@@ -7,7 +7,7 @@ use crate::settings::{
     Settings,
 };
 use indexmap::IndexMap;
-use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
+use metal_candle::adapter::{Biases, LoraConfig, StartFrom, Targets};
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
 use metal_candle::train::LearningRate;
@@ -209,8 +209,8 @@ fn names<'a>(paths: impl Iterator<Item = &'a str>) -> Vec<String> {
     names
 }
 
-/// That each pattern of ranks and alphas is about some layer that is adapted, of the linear layers with these paths in
-/// so many decoder layers.
+/// That each pattern of ranks and alphas is about some layer that is adapted, and all that is excluded some layer, of the
+/// linear layers with these paths in so many decoder layers.
 pub fn check_patterns(config: &LoraConfig, paths: &[String], layers: usize) -> anyhow::Result<()> {
     let adapted = config.resolve(paths, layers)?;
     let ranks = config.rank_pattern.keys().map(|pattern| ("rank_pattern", pattern));
@@ -228,6 +228,23 @@ pub fn check_patterns(config: &LoraConfig, paths: &[String], layers: usize) -> a
             return Err(usage(format!(
                 "{key}: {pattern} matches no layer that is adapted; they are {}",
                 adapted.join(", ")
+            )));
+        }
+    }
+    let excluded: Vec<(&String, Targets)> = match &config.exclude {
+        None => Vec::new(),
+        Some(Targets::Names(names)) => {
+            names.iter().map(|name| (name, Targets::Names(vec![name.clone()]))).collect()
+        }
+        Some(targets @ Targets::Pattern(pattern)) => vec![(pattern, targets.clone())],
+    };
+    for (pattern, targets) in excluded {
+        // What it would adapt by itself is what it matches.
+        let alone = LoraConfig { targets, ..LoraConfig::default() };
+        if alone.resolve(paths, layers).is_err() {
+            return Err(usage(format!(
+                "exclude_modules: {pattern} matches no layer of this model; they are {}",
+                names(paths.iter().map(String::as_str)).join(", ")
             )));
         }
     }
@@ -390,6 +407,29 @@ mod tests {
             "rank_pattern: q_prj matches no layer that is adapted; they are q_proj, up_proj";
         assert_eq!(check(&["q_proj", "q_prj"], &[]), Err(expected.into()));
         assert!(check(&[], &["zz"]).unwrap_err().starts_with("alpha_pattern: zz matches no layer"));
+    }
+
+    #[test]
+    fn what_is_excluded_is_a_layer_of_the_model() {
+        let paths = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "lm_head"];
+        let paths = paths.map(String::from);
+        let check = |exclude: Targets| {
+            let config = LoraConfig { exclude: Some(exclude), ..LoraConfig::default() };
+            check_patterns(&config, &paths, 1).map_err(|error| error.to_string())
+        };
+        let names =
+            |names: &[&str]| Targets::Names(names.iter().map(ToString::to_string).collect());
+        let pattern = |pattern: &str| Targets::Pattern(pattern.into());
+        // The head isn't adapted anyway.
+        for right in [names(&["q_proj", "lm_head"]), names(&[]), pattern(r".*\.mlp\..*")] {
+            assert_eq!(check(right), Ok(()));
+        }
+        let told = |name| {
+            let message = "matches no layer of this model; they are q_proj, up_proj, lm_head";
+            Err(format!("exclude_modules: {name} {message}"))
+        };
+        assert_eq!(check(names(&["q_proj", "zzz"])), told("zzz"));
+        assert_eq!(check(pattern("mlp.*")), told("mlp.*"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::models::{
 use crate::output::{self, Terminal, bytes};
 use crate::settings::{ActivationPlacement, Matmul};
 use candle_core::{DType, Device};
-use clap::{Args, ValueEnum};
+use clap::{Args, FromArgMatches, ValueEnum};
 use metal_candle::engine::CacheDtype;
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
@@ -73,7 +73,7 @@ pub struct Arguments {
     #[arg(long, help_heading = "Work")]
     dora: bool,
     /// Recompute activations in the backward pass instead of storing them
-    #[arg(long, help_heading = "Work")]
+    #[arg(long, visible_alias = "grad-checkpoint", help_heading = "Work")]
     gradient_checkpointing: bool,
     /// Where activations wait for the backward pass, as in `train`
     #[arg(long, value_enum, default_value = "device", help_heading = "Work")]
@@ -134,6 +134,50 @@ struct Report {
 }
 
 impl Arguments {
+    /// That what is asked for has a use in one of the parts that are timed.
+    fn check_use(&self) -> anyhow::Result<()> {
+        use Part::{Decode, FirstToken, Ops, Prefill, Serve, Train};
+        let command = Self::augment_args(clap::Command::new("bench"));
+        let usual = Self::from_arg_matches(&command.try_get_matches_from(["bench"])?)?;
+        let flags: [(&str, bool, &[Part]); 19] = [
+            ("shape", self.shape != usual.shape, &[Train, Prefill, Decode, Serve, FirstToken]),
+            ("batch", self.batch != usual.batch, &[Train]),
+            ("seq", self.seq != usual.seq, &[Train, Prefill]),
+            ("rank", self.rank != usual.rank, &[Train]),
+            ("dora", self.dora, &[Train]),
+            ("gradient-checkpointing", self.gradient_checkpointing, &[Train]),
+            (
+                "activation-placement",
+                self.activation_placement != usual.activation_placement,
+                &[Train],
+            ),
+            ("prompt", self.prompt != usual.prompt, &[Decode, Serve, FirstToken]),
+            ("requests", self.requests != usual.requests, &[Serve, FirstToken]),
+            ("adapters", self.adapters != usual.adapters, &[Serve]),
+            ("max-sequences", self.max_sequences.is_some(), &[Serve]),
+            ("max-batch-tokens", self.max_batch_tokens.is_some(), &[Serve]),
+            ("mixed-lengths", self.mixed_lengths, &[Serve]),
+            ("cache-dtype", self.cache_dtype != usual.cache_dtype, &[Serve]),
+            ("batch-invariant", self.batch_invariant, &[Serve]),
+            ("seen-prompt", self.seen_prompt, &[FirstToken]),
+            ("tokens", self.tokens != usual.tokens, &[Decode, Serve]),
+            ("samples", self.samples != usual.samples, &[Ops]),
+            ("steps", self.steps != usual.steps, &[Train, Prefill, Decode, Serve, FirstToken]),
+        ];
+        for (flag, is_given, parts) in flags {
+            let is_timed = self.only.is_empty() || parts.iter().any(|it| self.only.contains(it));
+            if is_given && !is_timed {
+                let values = parts.iter().filter_map(Part::to_possible_value);
+                let names: Vec<String> = values.map(|it| it.get_name().to_string()).collect();
+                return Err(usage(format!(
+                    "--{flag}: is for {}, which --only leaves out; leave the flag out, or add one of them",
+                    names.join(", ")
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         let at_once = requests_at_once(self.requests, self.mixed_lengths, self.max_sequences);
         for (name, value, allowed) in [
@@ -155,6 +199,7 @@ impl Arguments {
         ] {
             bounds::check(name, value, &allowed)?;
         }
+        self.check_use()?;
         shapes::config(&self.shape).map_err(usage)?;
         let Runtime { matmul, dtype, device, .. } = self.runtime;
         check_matmul(matmul, dtype, device, "--dtype f32")

@@ -85,7 +85,7 @@ impl Format {
 
 #[derive(Serialize)]
 struct Report {
-    output: PathBuf,
+    output: String,
     format: &'static str,
     base_model: String,
     parameters: usize,
@@ -223,7 +223,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         None => None,
     };
     let report = Report {
-        output: output.clone(),
+        output: output::path(output),
         format: to.name(),
         base_model,
         parameters: adapter.parameters().len(),

@@ -15,7 +15,6 @@ use metal_candle::data::{
 use metal_candle::model::Config;
 use metal_candle::text::{Message, Tokenizer};
 use serde::Serialize;
-use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -68,7 +67,7 @@ struct Report {
 #[derive(Serialize)]
 struct File {
     split: String,
-    path: PathBuf,
+    path: String,
     #[serde(flatten)]
     described: Option<Described>,
 }
@@ -84,7 +83,7 @@ struct Split {
 struct OneRecord {
     number: usize,
     split: String,
-    path: Option<PathBuf>,
+    path: Option<String>,
     line: Option<usize>,
     kind: &'static str,
     /// As the model reads it; none without a model.
@@ -182,7 +181,7 @@ fn files(found: &[Found]) -> anyhow::Result<Vec<File>> {
     for Found { split, source, .. } in found {
         for path in &source.files {
             let described = describe(path, &source.columns)?;
-            files.push(File { split: split.clone(), path: path.clone(), described });
+            files.push(File { split: split.clone(), path: output::path(path), described });
         }
     }
     Ok(files)
@@ -200,7 +199,7 @@ fn one_record(
     Ok(OneRecord {
         number,
         split: split.into(),
-        path: origin.map(|origin| origin.path.as_ref().clone()),
+        path: origin.map(|origin| output::path(&origin.path)),
         line: origin.map(|origin| origin.line),
         kind: record.body.kind(),
         texts: shown.is_none().then(|| texts(&record.body)),
@@ -258,8 +257,8 @@ fn write(report: &Report) -> anyhow::Result<()> {
 }
 
 fn describe_file(File { split, path, described }: &File) -> String {
-    let Some(described) = described else { return format!("{split}: {}", path.display()) };
-    let mut text = format!("{split}: {}, {}", path.display(), described.format);
+    let Some(described) = described else { return format!("{split}: {path}") };
+    let mut text = format!("{split}: {path}, {}", described.format);
     if let Some(compression) = described.compression {
         text.push_str(&format!(" in {compression}"));
     }
@@ -358,7 +357,7 @@ fn rows(report: &Report, survey: &Survey) -> Vec<(&'static str, String)> {
 
 fn write_record(record: &OneRecord) -> anyhow::Result<()> {
     let place = match (&record.path, record.line) {
-        (Some(path), Some(line)) => format!(" ({}:{line})", path.display()),
+        (Some(path), Some(line)) => format!(" ({path}:{line})"),
         _ => String::new(),
     };
     let title = format!("\nRecord {} of {}{place}", record.number, record.split);

@@ -2,7 +2,7 @@
 //! answer over another.
 
 use crate::engine::{Written, write_all};
-use crate::errors::INTERRUPTED;
+use crate::errors::{INTERRUPTED, check_name, usage};
 use crate::interrupt;
 use crate::models::{Runtime, set_threads};
 use crate::output::{self, Terminal, shell_word, table};
@@ -49,6 +49,13 @@ const ASSETS: &[(&str, &[u8])] = &[
     asset!("instructions/test.jsonl"),
 ];
 
+/// The file by which a folder is known as one that a demo has made, whose files the next one may replace.
+const MARK: &str = "metal-candle-demo.txt";
+const MARKED: &str = "\
+`metal-candle demo` has made this folder. Run again, it replaces base, instructions and adapter here, and with
+--preferences forms, preferences, forms-adapter and preferring-adapter. Without this file it leaves the folder alone.
+";
+
 /// Questions that are answered at once.
 const AT_ONCE: usize = 32;
 
@@ -73,7 +80,7 @@ const SHOWN: usize = 6;
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  metal-candle demo --output /tmp/demo")]
 pub struct Arguments {
-    /// Where the model, the data and the adapter are written
+    /// Where the model, the data and the adapter are written: a new or empty folder, or that of a demo before, which is replaced
     #[arg(short, long, value_name = "DIR", default_value = "metal-candle-demo")]
     output: PathBuf,
     /// The result as one JSON object on stdout
@@ -107,9 +114,11 @@ struct Report {
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     processes::refuse("demo")?;
     let terminal = terminal(arguments.json);
+    check_name("output", &arguments.output)?;
     set_threads(arguments.runtime.threads)?;
     let started = Instant::now();
     let folder = &arguments.output;
+    take(folder)?;
     unpack(folder)?;
 
     interrupt::install()?;
@@ -172,6 +181,21 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         );
     }
     Ok(0)
+}
+
+/// Takes the folder, which has to be new, empty or a demo's.
+fn take(folder: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder).map_err(Error::io(folder)).context("the demo's folder")?;
+    let mark = folder.join(MARK);
+    let is_empty = std::fs::read_dir(folder).map_err(Error::io(folder))?.next().is_none();
+    if !is_empty && !mark.is_file() {
+        return Err(usage(format!(
+            "output: {} is not empty, and has no {MARK}, by which a demo's folder is known; choose another, or remove it",
+            folder.display()
+        )));
+    }
+    // The first file of all, so that a demo that is broken off can be run again.
+    std::fs::write(&mark, MARKED).map_err(Error::io(&mark)).context("the demo's folder")
 }
 
 /// Writes what the demo works on, so that every other command can be tried on it.
@@ -322,4 +346,26 @@ fn next_steps(folder: &Path) -> String {
          metal-candle train --model Qwen/Qwen2.5-0.5B-Instruct --data examples.jsonl --output my-adapter\n",
         path("fused")
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_demo_takes_what_a_demo_left_and_nothing_else() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().join("new/demo");
+        take(&folder).unwrap();
+        unpack(&folder).unwrap();
+        std::fs::remove_file(folder.join("base/config.json")).unwrap();
+        // Also what one left that was broken off, or of another version.
+        take(&folder).unwrap();
+        unpack(&folder).unwrap();
+        std::fs::remove_file(folder.join(MARK)).unwrap();
+        let error = take(&folder).unwrap_err();
+        assert_eq!(crate::errors::exit_code(&error), crate::errors::USAGE);
+        assert!(error.to_string().contains("is not empty"), "{error}");
+        assert!(!folder.join(MARK).exists());
+    }
 }

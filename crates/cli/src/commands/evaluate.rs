@@ -9,6 +9,7 @@ use crate::measured::Measured;
 use crate::models::{Loaded, Placed, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, are, grouped, plural};
 use crate::progress::Bar;
+use crate::run_folder;
 use crate::settings::limit;
 use crate::template::TemplateFlags;
 use clap::Args;
@@ -16,7 +17,7 @@ use metal_candle::data::{Dataset, Example, Report as DataReport, SampleKind};
 use metal_candle::engine::{Engine, EngineOptions, Request};
 use metal_candle::files::write_atomic;
 use metal_candle::generate::{FinishReason, GenerateOptions, SamplingOptions};
-use metal_candle::train::{Evaluation, TOKEN_ACCURACY, evaluate};
+use metal_candle::train::{Evaluation, FolderLock, TOKEN_ACCURACY, evaluate};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -126,6 +127,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
+    // That the answers can't be written shows before they are there.
+    let answers = arguments.answers.as_ref();
+    let _lock =
+        answers.map(|path| run_folder::hold(FolderLock::acquire_beside(path))).transpose()?;
     let sources = arguments.data.find(Wanted::Measuring(None), terminal)?;
     let loaded = arguments.source.load(
         &arguments.runtime,
@@ -153,9 +158,12 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             evaluation.seconds
         ))?;
     }
-    let answers = match asked {
-        Some(asked) => Some(asked.answers(&arguments, &loaded, options, terminal)?),
-        None => None,
+    let (answers, kept) = match asked {
+        Some(asked) => {
+            let (answers, kept) = asked.answers(&arguments, &loaded, options, terminal)?;
+            (Some(answers), kept)
+        }
+        None => (None, Ok(())),
     };
     if terminal.json {
         let data = batches.dataset().report.clone();
@@ -169,6 +177,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             grouped(tokens as u64),
         ))?;
     }
+    kept?;
     Ok(SUCCESS)
 }
 
@@ -240,14 +249,15 @@ impl Asked {
         Ok(asked)
     }
 
-    /// Writes the answers, and compares.
+    /// Writes the answers and compares; and whether the file of them could be written, which takes nothing from what
+    /// was found.
     fn answers(
         self,
         arguments: &Arguments,
         loaded: &Loaded,
         options: EngineOptions,
         terminal: Terminal,
-    ) -> anyhow::Result<Answers> {
+    ) -> anyhow::Result<(Answers, anyhow::Result<()>)> {
         let Self { requests, expected, left_out } = self;
         let prompts: Vec<_> = requests.iter().map(|request| request.prompt.clone()).collect();
         let draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
@@ -290,14 +300,12 @@ impl Asked {
             let what = plural(failed as u64, "answer");
             terminal.note(format!("warning: {what} could not be written, the first: {error}"));
         }
-        if let Some(path) = &arguments.answers {
-            write_lines(path, &lines)?;
-        }
+        let kept = arguments.answers.as_ref().map_or(Ok(()), |path| write_lines(path, &lines));
         let share = |holds: &dyn Fn(&Answer) -> bool| {
             lines.iter().filter(|line| holds(line)).count() as f64 / lines.len().max(1) as f64
         };
         let contains = |line: &Answer| line.answer.is_some_and(|it| it.contains(line.expected));
-        Ok(Answers {
+        let answers = Answers {
             count: lines.len(),
             exact: share(&|line| line.exact),
             containing: share(&contains),
@@ -305,7 +313,8 @@ impl Asked {
             failed,
             tokens,
             seconds,
-        })
+        };
+        Ok((answers, kept))
     }
 }
 

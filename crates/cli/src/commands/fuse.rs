@@ -67,7 +67,7 @@ fn formats() -> impl TypedValueParser<Value = ModelFormat> {
 
 #[derive(Serialize)]
 struct Report {
-    output: PathBuf,
+    output: String,
     parameters: u64,
     format: String,
     /// Whether the base was in fewer bits, and was unpacked.
@@ -138,7 +138,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         .map(|samples| arguments.check.compare(&samples, &folder, adapter, output))
         .transpose()?;
     let report = Report {
-        output: output.clone(),
+        output: output::path(output),
         parameters,
         format: format.to_string(),
         dequantized,

@@ -107,6 +107,13 @@ impl Arguments {
 /// Writes a text.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
+    if arguments.batch.prompts.is_none()
+        && let Some(flag) = arguments.batch.at_once.unusual()
+    {
+        return Err(usage(format!(
+            "{flag}: is for many prompts, and there is one; leave it out, or give --prompts"
+        )));
+    }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
     // A mistake is told before the model is loaded.

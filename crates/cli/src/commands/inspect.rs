@@ -1,8 +1,9 @@
 //! `inspect`: what a model, an adapter or a checkpoint is.
 
-use crate::errors::SUCCESS;
+use crate::errors::{SUCCESS, usage};
 use crate::models;
 use crate::output::{self, Terminal, bytes, grouped, table};
+use crate::settings::cut;
 use candle_core::{DType, Device};
 use clap::Args;
 use metal_candle::adapter::{self, AdapterFormat, Biases, Targets, TokenIndices};
@@ -62,9 +63,19 @@ impl Report {
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
     let path = Path::new(&arguments.target);
-    let report = if path.join(STATE).is_file() {
+    let is_checkpoint = path.join(STATE).is_file();
+    let is_adapter =
+        path.join(adapter::ADAPTER_CONFIG).is_file() && !path.join("config.json").is_file();
+    if let (true, Some(revision)) = (is_checkpoint || is_adapter, &arguments.revision) {
+        return Err(usage(format!(
+            "revision: is {}, but {} is a folder here; leave it out, as only models of the hub have revisions",
+            cut(revision),
+            path.display()
+        )));
+    }
+    let report = if is_checkpoint {
         checkpoint(path)?
-    } else if path.join(adapter::ADAPTER_CONFIG).is_file() && !path.join("config.json").is_file() {
+    } else if is_adapter {
         let mut report = Report::new("adapter");
         describe_adapter(&mut report, path)?;
         report

@@ -1,5 +1,6 @@
 //! `logprobs`: what a model finds likeliest in place of each token of data, for another to be distilled from it.
 
+use crate::bounds;
 use crate::datasets::Wanted;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
@@ -10,6 +11,7 @@ use crate::progress::Bar;
 use crate::template::TemplateFlags;
 use crate::training::template_time;
 use clap::Args;
+use metal_candle::data::TOP_K;
 use metal_candle::text::Tokenizer;
 use metal_candle::train::write_teacher;
 use std::path::PathBuf;
@@ -49,6 +51,7 @@ pub struct Arguments {
 /// Writes what the model says.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     let Arguments { source, student, data, top_k, output, template, runtime, placed } = arguments;
+    bounds::check("top_k", top_k, &TOP_K)?;
     if output.exists() {
         return Err(usage(format!("output: {} exists already; choose another", output.display())));
     }

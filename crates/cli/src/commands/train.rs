@@ -1,6 +1,6 @@
 //! `train`: fine-tune a model.
 
-use crate::errors::{self, FAILURE, INTERRUPTED, SUCCESS, usage};
+use crate::errors::{self, FAILURE, INTERRUPTED, SUCCESS, check_name, usage};
 use crate::interrupt;
 use crate::models::{self, quantizations, set_threads};
 use crate::output::{self, Terminal, plural, say, shell_word};
@@ -277,7 +277,8 @@ pub struct Flags {
     /// Gradients with a larger norm are scaled down to it; 0 is off
     #[arg(long, value_name = "X", help_heading = "Training")]
     clip_norm: Option<f64>,
-    /// What the learning rate of every B is multiplied by, as in LoRA+; for adamw and adam
+    /// What the learning rate of every B of a linear layer, bias and magnitude is multiplied by, as in LoRA+; for adamw
+    /// and adam
     #[arg(long, value_name = "X", help_heading = "LoRA")]
     loraplus_lr_ratio: Option<f64>,
     /// Steps in a row with a NaN or infinite loss or gradient after which the run ends
@@ -454,6 +455,15 @@ fn settings(
             }
         }
         arguments.flags.output = Some(output.unwrap_or(run));
+    }
+    let Flags { output, from_config, init_adapter, teacher, .. } = &arguments.flags;
+    for (key, path) in [
+        ("output", output),
+        ("from_config", from_config),
+        ("init_adapter", init_adapter),
+        ("teacher", teacher),
+    ] {
+        path.as_deref().map_or(Ok(()), |path| check_name(key, path))?;
     }
     let mut flags = match serde_yaml_ng::to_value(&arguments.flags)? {
         Value::Mapping(flags) => flags,

@@ -149,6 +149,23 @@ fn wrong_prompts_are_told_before_the_first_is_answered() {
 }
 
 #[test]
+fn what_is_for_many_prompts_is_refused_for_one() {
+    let place = Place::new();
+    let prompts = [["--prompt", "x"], ["--prompt-file", "x"]];
+    for flags in [
+        ["--output", "out.jsonl"],
+        ["--max-sequences", "0"],
+        ["--max-batch-tokens", "0"],
+        ["--cache-tokens", "0"],
+    ] {
+        for prompt in prompts {
+            let stderr = place.fails(2, &[&["generate", "-m", "m"], &prompt[..], &flags].concat());
+            assert!(stderr.contains(flags[0]), "{flags:?}: {stderr}");
+        }
+    }
+}
+
+#[test]
 fn one_text_at_once_ends_where_the_context_does() {
     let place = Place::with_model();
     place.write("prompts.jsonl", &lines(&[json!({ "prompt": "What is 1?", "ignore_eos": true })]));

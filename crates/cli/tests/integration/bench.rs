@@ -6,7 +6,7 @@ use crate::common::Place;
 fn every_part_is_timed_and_reported() {
     let place = Place::new();
     let parts = ["bench", "--shape", "tiny", "--seq", "16", "--tokens", "4", "--rank", "2"];
-    let few = ["--steps", "2", "--samples", "2", "--batch", "2", "--gradient-checkpointing", "-q"];
+    let few = ["--steps", "2", "--batch", "2", "--gradient-checkpointing", "-q"];
     let only = ["--only", "train,prefill,decode,serve", "--dtype", "f32", "--json"];
     let requests = ["--requests", "3", "--adapters", "2"];
     let report = place.json(&[&parts[..], &few, &requests, &only].concat());
@@ -37,8 +37,9 @@ fn every_part_is_timed_and_reported() {
         ("--mixed-lengths", ["serve-tiny-3x16+4-f32-mixed", "first-token-tiny-16-beside-3-f32"]),
         ("--seen-prompt", ["serve-tiny-3x16+4-f32", "first-token-tiny-16-seen-beside-3-f32"]),
     ] {
-        let only = ["--requests", "3", "--only", "serve,first-token", "--dtype", "f32", "--json"];
-        let report = place.json(&[&parts[..], &few, &only, &[more]].concat());
+        let only = ["bench", "--shape", "tiny", "--tokens", "4", "--requests", "3", "--steps", "2"];
+        let json = ["--only", "serve,first-token", "--dtype", "f32", "--json", "-q"];
+        let report = place.json(&[&only[..], &json, &[more]].concat());
         for (row, name) in report["rows"].as_array().unwrap().iter().zip(expected) {
             assert_eq!(row["name"], name);
             assert!(row["call"]["median"].as_f64().unwrap() > 0.0, "{row}");
@@ -78,6 +79,10 @@ fn what_cannot_be_timed_is_wrong_usage() {
         #[cfg(not(feature = "cuda"))]
         (&["--device", "cuda"], "no CUDA"),
         (&["--floors", "--json"], "cannot be used with"),
+        (&["--only", "decode", "--adapters", "3"], "--adapters: is for serve, which --only leaves"),
+        (&["--only", "ops", "--mixed-lengths"], "--mixed-lengths: is for serve"),
+        (&["--only", "serve", "--samples", "9"], "--samples: is for ops"),
+        (&["--only", "train", "--tokens", "9"], "--tokens: is for decode, serve"),
         (&["--device", "cpu", "--matmul", "candle"], "matmul: is only for Metal"),
     ] {
         let stderr = place.fails(2, &[&["bench"], flags].concat());

@@ -85,6 +85,8 @@ fn a_trained_adapter_generates_fuses_and_evaluates() {
     assert_eq!(model["linear_layers"]["q_proj"], 3);
     let adapter = place.json(&["inspect", "adapters", "--json"]);
     assert_eq!((&adapter["kind"], &adapter["rank"]), (&"adapter".into(), &16.into()));
+    let stderr = place.fails(2, &["inspect", "adapters", "--revision", "v1"]);
+    assert!(stderr.contains("revision: is v1, but adapters is a folder"), "{stderr}");
     let checkpoint = place.json(&["inspect", "adapters/checkpoints/step-00000004", "--json"]);
     assert_eq!(
         (&checkpoint["kind"], &checkpoint["state"]["step"]),
@@ -184,6 +186,12 @@ fn a_folder_with_a_run_is_not_overwritten_by_accident() {
     assert!(stderr.contains("--overwrite"), "{stderr}");
     let stderr = place.fails(2, &with(&["-q", "-o", "base", "--overwrite"]));
     assert!(stderr.contains("model's own folder"), "{stderr}");
+    // The demo replaces what a demo left, and no run of anybody's.
+    let mine = ("mine/adapter/adapter_model.safetensors", "mine");
+    place.write(mine.0, mine.1);
+    let stderr = place.fails(2, &["demo", "-q", "--json", "--output", "mine"]);
+    assert!(stderr.contains("output: mine is not empty"), "{stderr}");
+    assert_eq!((place.read(mine.0).as_str(), place.path("mine/base").exists()), (mine.1, false));
     place.ok(&with(&["-q", "--overwrite", "--seed", "3"]));
     let stderr = place.fails(1, &["train", "--resume", "-q", "--seed", "4"]);
     assert!(stderr.contains("seed was 3 and is now 4"), "{stderr}");
@@ -290,12 +298,12 @@ fn answers_are_compared_with_those_of_the_data() {
         place.json(&[&run[..], &model, more].concat())
     };
     // All answers of the data are the same, so the model knows that of questions it never saw.
-    let taught = evaluate(["-m", "taught"], &["--answers", "answers.jsonl"]);
+    let taught = evaluate(["-m", "taught"], &["--answers", "new/answers.jsonl"]);
     let answers = &taught["answers"];
     assert_eq!((&answers["count"], &answers["left_out"]), (&3.into(), &0.into()));
     assert_eq!(answers["failed"], 0);
     assert_eq!((&answers["exact"], &answers["containing"]), (&1.0.into(), &1.0.into()), "{taught}");
-    let lines = place.read("answers.jsonl");
+    let lines = place.read("new/answers.jsonl");
     let line: serde_json::Value = serde_json::from_str(lines.lines().nth(1).unwrap()).unwrap();
     assert!(line["prompt"].as_str().unwrap().contains("What is 31?"), "{line}");
     assert_eq!((&line["expected"], &line["answer"]), (&"A number.".into(), &"A number.".into()));
@@ -313,8 +321,10 @@ fn answers_are_compared_with_those_of_the_data() {
 
     let wrong = ["evaluate", "-m", "base", "-d"];
     let fails = |more: &[&str]| place.fails(2, &[&wrong[..], more].concat());
-    let stderr = fails(&["data/test.jsonl", "--generate", "--answers", "answers.jsonl"]);
+    let stderr = fails(&["data/test.jsonl", "--generate", "--answers", "new/answers.jsonl"]);
     assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
+    let stderr = fails(&["data/test.jsonl", "--max-seq-length", "1"]);
+    assert!(stderr.contains("max_seq_length: is 1"), "{stderr}");
     let stderr = fails(&["data/test.jsonl", "--answers", "more.jsonl"]);
     assert!(stderr.contains("--generate"), "{stderr}");
     let stderr = fails(&["data/test.jsonl", "--batch-invariant"]);
@@ -322,6 +332,64 @@ fn answers_are_compared_with_those_of_the_data() {
     place.write("texts.jsonl", "{\"text\": \"A number is a number.\"}\n");
     let stderr = fails(&["texts.jsonl", "--generate"]);
     assert!(stderr.contains("an example without a prompt"), "{stderr}");
+}
+
+#[test]
+fn a_file_of_answers_that_cannot_be_written_is_told_before_the_model_is_read() {
+    let place = Place::new();
+    place.write("file", "");
+    let run = ["evaluate", "-m", "none", "-d", "none", "--generate", "--answers", "file/a.jsonl"];
+    let stderr = place.fails(1, &run);
+    assert!(stderr.contains("file: is a file; a folder is to be written here"), "{stderr}");
+    place.fails(1, &[&run[..7], &["new/a.jsonl"]].concat());
+    assert!(!place.path("new").exists());
+}
+
+/// Elsewhere such a name may not be given to a file.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_path_that_is_no_text_is_written_to_and_told_or_refused() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::with_model();
+    place.ok(&with(&["-q"]));
+    place.write("prompts.jsonl", "{\"prompt\": \"a\"}\n");
+    let path = |name: &[u8]| OsStr::from_bytes(&[b"nu\xff/", name].concat()).to_os_string();
+    let convert = ["convert", "-a", "adapters", "--to", "mlx", "--json"];
+    let fuse = ["fuse", "-a", "adapters", "--json"];
+    let generate = ["generate", "-m", "base", "--prompts", "prompts.jsonl", "-n", "2", "--json"];
+    for (arguments, name) in
+        [(&convert[..], "mlx"), (&fuse[..], "fused"), (&generate[..], "a.jsonl")]
+    {
+        let mut command = place.command(arguments);
+        command.arg("-o").arg(path(name.as_bytes()));
+        if arguments[0] == "generate" {
+            command.arg("-a").arg(path(b"mlx"));
+        }
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{name}: {}", text(&output.stderr));
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["output"], format!("nu\u{fffd}/{name}"));
+    }
+    for arguments in [&TRAIN[..], &["demo"]] {
+        let output = place.command(arguments).arg("-o").arg(path(b"run")).output().unwrap();
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("output: is nu\u{fffd}/run, which is no UTF-8"), "{stderr}");
+        assert!(!place.path("").join(path(b"run")).exists());
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn help_that_cannot_be_written_is_a_failure() {
+    let place = Place::new();
+    for arguments in [&["help"][..], &["train", "--help"], &["--version"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = place.command(arguments).stdout(full).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(text(&output.stderr).contains("cannot write to stdout"), "{arguments:?}");
+    }
 }
 
 #[test]

@@ -200,6 +200,18 @@ fn what_keys_cannot_be_is_told() {
 }
 
 #[test]
+fn a_server_that_others_reach_needs_a_key() {
+    let place = Place::new();
+    let open = ["serve", "-m", "none/model", "--host", "0.0.0.0", "--data", "server"];
+    let stderr = place.fails(2, &open);
+    assert!(stderr.contains("host: is 0.0.0.0") && stderr.contains("--allow-anyone"), "{stderr}");
+    assert!(!place.path("server").exists());
+    place.ok(&["keys", "add", "a", "--data", "server"]);
+    // With one it goes on to the model.
+    assert!(place.fails(1, &open).contains("none/model"));
+}
+
+#[test]
 fn a_job_is_started_followed_and_fetched() {
     let place = Place::new();
     let examples = std::fs::read_to_string(file("demo/instructions/train.jsonl")).unwrap();
@@ -304,20 +316,27 @@ fn jobs_are_paused_resumed_and_cancelled_and_mistakes_are_told() {
     let before = files(&server);
     let told = server.fails("", &[&create[..], &["train.jsonl", "--epochs", "99"]].concat());
     assert!(told.contains("n_epochs") && told.contains("99"), "{told}");
+    assert!(told.contains("is removed again"), "{told}");
     assert_eq!(files(&server), before, "what was uploaded in vain is removed");
     let told = server.fails("", &["jobs", "show", "ftjob-none"]);
     assert!(told.contains("404") && told.contains("ftjob-none"), "{told}");
     for (arguments, expected) in [
         (&["jobs", "create", "--training-file", "none.jsonl"][..], "training_file: there is no"),
         (
-            &["jobs", "create", "--training-file", "train.jsonl", "--beta", "NaN"][..],
+            &[&create[..], &["train.jsonl", "--method", "dpo", "--beta", "NaN"]].concat()[..],
             "beta: is NaN",
         ),
+        (
+            &[&create[..], &["train.jsonl", "--beta", "0.3"]].concat(),
+            "beta: is a hyperparameter of",
+        ),
+        (&[&create[..], &["train.jsonl", "--epochs", "0"]].concat(), "n_epochs: is 0, expected at"),
         (&["jobs", "show", "a/b"][..], "`a/b` is no id"),
     ] {
         let output = server.run("", arguments, "");
         let stderr = text(&output.stderr);
         assert!(output.status.code() == Some(2) && stderr.contains(expected), "{stderr}");
+        assert!(!stderr.contains("uploaded"), "{stderr}");
     }
 }
 

@@ -88,6 +88,19 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
 }
 
 #[test]
+fn unknown_instructions_of_the_processor_are_wrong_usage() {
+    let place = Place::with_model();
+    let arguments = ["train", "-m", "base", "-d", "data", "--steps", "2", "--dry-run"];
+    for (name, code) in [("baseline", 0), ("avx3", 2)] {
+        let output = place.command(&arguments).env("METAL_CANDLE_SIMD", name).output().unwrap();
+        let stderr = crate::common::text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{name}: {stderr}");
+        let told = stderr.contains("METAL_CANDLE_SIMD is \"avx3\", expected");
+        assert!(told == (code != 0) && (!told || stderr.contains("baseline")), "{name}: {stderr}");
+    }
+}
+
+#[test]
 fn the_example_of_mlx_lm_is_accepted_as_it_is() {
     let place = Place::with_model();
     place.write("lora_config.yaml", MLX_EXAMPLE);

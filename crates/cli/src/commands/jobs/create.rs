@@ -1,6 +1,7 @@
 //! `jobs create`: data, a job on them, and its end.
 
 use super::{Job, watch};
+use crate::bounds;
 use crate::errors::{SUCCESS, usage};
 use crate::output::{self, Terminal};
 use crate::remote::Client;
@@ -94,9 +95,13 @@ pub fn run(client: &Client, create: &Create, terminal: Terminal) -> anyhow::Resu
         Ok(client.post("/v1/fine_tuning/jobs", &request)?)
     })();
     let value = result.inspect_err(|_| {
-        // Nobody has asked for files without a job; that it failed is told, whatever becomes of them.
+        // Nobody has asked for files without a job.
         for id in &uploaded {
-            let _ = client.delete(&format!("/v1/files/{id}"));
+            let became = match client.delete(&format!("/v1/files/{id}")) {
+                Ok(_) => "is removed again".to_string(),
+                Err(failure) => format!("cannot be removed again: {failure}"),
+            };
+            terminal.note(format!("{id} {became}"));
         }
     })?;
     let job: Job = client.read(&value)?;
@@ -110,20 +115,26 @@ pub fn run(client: &Client, create: &Create, terminal: Terminal) -> anyhow::Resu
 }
 
 impl Create {
-    /// The job's method with what is given of its hyperparameters.
+    /// The job's method with what is given of its hyperparameters. What no server takes is refused before anything is
+    /// uploaded; how much is too much is the server's to say.
     fn method(&self) -> anyhow::Result<Value> {
         let name = self.method.name();
         let mut given = Map::new();
+        if let (Some(_), Method::Supervised) = (self.beta, self.method) {
+            return Err(usage(
+                "beta: is a hyperparameter of dpo alone; add --method dpo, or leave it out",
+            ));
+        }
         let whole = [("n_epochs", self.epochs), ("batch_size", self.batch_size)];
         for (key, value) in whole {
+            bounds::check(key, value.unwrap_or(1), &(1..=u32::MAX))?;
             given.extend(value.map(|value| (key.to_string(), json!(value))));
         }
         let numbers =
             [("learning_rate_multiplier", self.learning_rate_multiplier), ("beta", self.beta)];
         for (key, value) in numbers {
-            // JSON has no such numbers, and null would be the default.
-            if let Some(value) = value.filter(|value| !value.is_finite()) {
-                return Err(usage(format!("{key}: is {value}, expected a finite number")));
+            if let Some(value) = value.filter(|value| !(value.is_finite() && *value > 0.0)) {
+                return Err(usage(format!("{key}: is {value}, expected a number above 0")));
             }
             given.extend(value.map(|value| (key.to_string(), json!(value))));
         }

@@ -47,8 +47,9 @@ pub fn run(client: &Client, download: &Download, terminal: Terminal) -> anyhow::
     .with_context(|| format!("cannot fetch the adapter of {}", download.job))?;
     drop(bar);
     if terminal.json {
-        let files: Vec<PathBuf> = written.iter().map(|(name, _)| output.join(name)).collect();
-        return output::json(&serde_json::json!({"output": output, "files": files}));
+        let files: Vec<String> =
+            written.iter().map(|(name, _)| output::path(&output.join(name))).collect();
+        return output::json(&serde_json::json!({"output": output::path(&output), "files": files}));
     }
     let size = written.iter().map(|(_, size)| size).sum();
     output::line(format!("{} has the adapter, {}", output.display(), bytes(size)))
