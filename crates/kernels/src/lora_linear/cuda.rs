@@ -904,8 +904,11 @@ pub(super) fn of_normed(
     let mut arrays = Vec::new();
     let mut layers = Vec::with_capacity(projections.len());
     for Projection { weight, bias, lora } in projections {
-        let (Weight::Quantized(weight), None) = (weight, lora) else { return Ok(None) };
-        let (bias, adapter) = bias_and_adapter(operation, &cuda, dtype, *bias, None, &mut arrays)?;
+        let Weight::Quantized(weight) = weight else { return Ok(None) };
+        if lora.is_some_and(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0)) {
+            return Ok(None);
+        }
+        let (bias, adapter) = bias_and_adapter(operation, &cuda, dtype, *bias, *lora, &mut arrays)?;
         layers.push(packed::Layer { weight, bias, adapter });
     }
     packed::of_normed(&cuda, normed, sizes, &layers, gate)

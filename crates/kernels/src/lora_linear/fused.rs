@@ -28,8 +28,8 @@ pub struct Norm<'a> {
 }
 
 /// `(sum, ys)`: `sum = x + residual` `(.., in)`, and what [`forward_only`] gives for its RMS norm. On Hopper, layers in
-/// fewer bits, without adapters, of up to 4 rows of f16 or bf16 make the norm themselves, while they bring their weights;
-/// its sum of squares is made in another order than [`rms_norm`]'s then.
+/// fewer bits of up to 4 rows of f16 or bf16 make the norm themselves, while they bring their weights; its sum of squares
+/// is made in another order than [`rms_norm`]'s then, and the A of adapters is multiplied by a norm that isn't rounded.
 ///
 /// # Errors
 /// Like [`rms_norm::forward_residual`] and [`forward`](super::forward).

@@ -227,7 +227,7 @@ fn launch_few_rows(
     }
     let parts = match ranks {
         0 => None,
-        _ => Some(adapter_slices(cuda, x, (rows as usize, inner), all)?),
+        _ => Some(adapter_slices(cuda, (x, None), (rows as usize, inner), all)?),
     };
     let name = match padded {
         1 => by_dtype!("few_rows_1", x.dtype)?,
@@ -249,11 +249,22 @@ fn launch_few_rows(
     }
 }
 
+/// What the RMS norm of x with a residual is made of beside x, in its dtype: the rows of the residual, from the first
+/// element of one to the next, and the norm's weight with what is added to it.
+#[derive(Clone, Copy)]
+pub(crate) struct Undivided {
+    pub(crate) residual: u64,
+    pub(crate) residual_stride: i64,
+    pub(crate) weight: u64,
+    pub(crate) offset: f32,
+}
+
 /// x·A of some adapters side by side, summed over slices of the inner indices, and the number of these:
-/// `(slices, rows, ranks)` with the rows padded to a power of two.
+/// `(slices, rows, ranks)` with the rows padded to a power of two. With `normed`, which up to 4 rows of f16 or bf16 may
+/// have, of their norm before it is divided by the root of the mean square.
 pub(crate) fn sliced_adapters<'a>(
     cuda: &Cuda,
-    x: Matrix,
+    (x, normed): (Matrix, Option<Undivided>),
     (rows, inner): (usize, usize),
     adapters: impl Iterator<Item = Option<&'a Adapter>>,
 ) -> Result<(Array, i32)> {
@@ -267,21 +278,24 @@ pub(crate) fn sliced_adapters<'a>(
         count += 1;
     }
     (all.count, all.ranks) = (count, size(ranks)?);
-    adapter_slices(cuda, x, (rows, inner), &all)
+    adapter_slices(cuda, (x, normed), (rows, inner), &all)
 }
 
 fn adapter_slices(
     cuda: &Cuda,
-    x: Matrix,
+    (x, normed): (Matrix, Option<Undivided>),
     (rows, inner): (usize, usize),
     all: &Projections,
 ) -> Result<(Array, i32)> {
     let padded = rows.next_power_of_two();
-    let name = match padded {
-        1 => by_dtype!("adapter_slices_1", x.dtype)?,
-        2 => by_dtype!("adapter_slices_2", x.dtype)?,
-        4 => by_dtype!("adapter_slices_4", x.dtype)?,
-        _ => by_dtype!("adapter_slices_8", x.dtype)?,
+    let name = match (padded, normed.is_some()) {
+        (1, false) => by_dtype!("adapter_slices_1", x.dtype)?,
+        (2, false) => by_dtype!("adapter_slices_2", x.dtype)?,
+        (4, false) => by_dtype!("adapter_slices_4", x.dtype)?,
+        (_, false) => by_dtype!("adapter_slices_8", x.dtype)?,
+        (1, true) => by_dtype!("normed_slices_1", x.dtype)?,
+        (2, true) => by_dtype!("normed_slices_2", x.dtype)?,
+        (_, true) => by_dtype!("normed_slices_4", x.dtype)?,
     };
     let slices = (inner / 256).clamp(1, 32);
     let sums = cuda.empty(slices * padded * all.ranks as usize, DType::F32)?;
@@ -292,8 +306,12 @@ fn adapter_slices(
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
     unsafe {
         launch.with(|arguments| {
-            arguments.arg(all).arg(&x.pointer).arg(&stride).arg(&rows).arg(&inner);
-            arguments.arg(&sums.pointer);
+            arguments.arg(all).arg(&x.pointer).arg(&stride);
+            if let Some(normed) = &normed {
+                arguments.arg(&normed.residual).arg(&normed.residual_stride);
+                arguments.arg(&normed.weight).arg(&normed.offset);
+            }
+            arguments.arg(&rows).arg(&inner).arg(&sums.pointer);
         })?;
     }
     Ok((sums, slices as i32))

@@ -108,15 +108,44 @@ __device__ __forceinline__ void load_if(float (&values)[N], const float *address
     }
 }
 
+/// x as it lies.
+template <typename T> struct Stored {
+    const T *x;
+    int64_t stride;
+
+    using Loaded = T;
+    __device__ __forceinline__ T load(int row, int k) const { return x[row * stride + k]; }
+    __device__ __forceinline__ float value(T loaded) const { return to_float(loaded); }
+};
+
+/// The RMS norm of x and a residual before it is divided by the root of the mean square: the sum as it would be
+/// stored, times the weight.
+template <typename T> struct Undivided {
+    const T *x, *residual, *weight;
+    int64_t x_stride, residual_stride;
+    float offset;
+
+    struct Loaded {
+        T x, residual, weight;
+    };
+    __device__ __forceinline__ Loaded load(int row, int k) const {
+        return {x[row * x_stride + k], residual[row * residual_stride + k], weight[k]};
+    }
+    __device__ __forceinline__ float value(const Loaded &loaded) const {
+        const T sum = from_float<T>(to_float(loaded.x) + to_float(loaded.residual));
+        return to_float(sum) * (offset + to_float(loaded.weight));
+    }
+};
+
 /// x·A of the inner indices from `begin` to `end` for one adapter, whose `rank` is at most THREADS. Threads
 /// are set out over A as it lies, so that its elements are read in order; `meanwhile()` is called when the
 /// last has come. Then the sums of all threads are added up, always in the same order, and given to
 /// `emit(row, column, sum)`, each in one thread. `scratch` is shared memory of 4·THREADS·ROWS floats. Where
 /// it is WIDE, the rank is a multiple of four and A begins at 16 bytes.
-template <typename T, int ROWS, bool WIDE, typename Meanwhile, typename Emit>
-__device__ __forceinline__ void times_a(const T *__restrict__ x, int64_t x_stride, int rows,
-                                        const float *__restrict__ a, int rank, int begin, int end,
-                                        float *scratch, Meanwhile meanwhile, Emit emit) {
+template <int ROWS, bool WIDE, typename X, typename Meanwhile, typename Emit>
+__device__ __forceinline__ void times_a(const X &x, int rows, const float *__restrict__ a, int rank,
+                                        int begin, int end, float *scratch, Meanwhile meanwhile,
+                                        Emit emit) {
     // Loads of A that a thread has in flight.
     constexpr int AHEAD = ROWS == 1 ? 8 : ROWS == 8 ? 2 : 4;
     constexpr int N = WIDE ? 4 : 1;
@@ -131,20 +160,20 @@ __device__ __forceinline__ void times_a(const T *__restrict__ x, int64_t x_strid
     for (int k = group < groups ? begin + group : end; k < end; k += AHEAD * groups) {
         // Without branches, which would keep the loads apart.
         float values[AHEAD][N] = {};
-        T xs[AHEAD][ROWS];
+        typename X::Loaded xs[AHEAD][ROWS];
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
             const int at = k + s * groups, valid = at < end;
             load_if<N>(values[s], a + (int64_t)at * rank + column * N, valid);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) xs[s][r] = x[min(r, rows - 1) * x_stride + (valid ? at : k)];
+            for (int r = 0; r < ROWS; r++) xs[s][r] = x.load(min(r, rows - 1), valid ? at : k);
         }
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
             const bool valid = k + s * groups < end;
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                const float xk = valid ? to_float(xs[s][r]) : 0.0f;
+                const float xk = valid ? x.value(xs[s][r]) : 0.0f;
 #pragma unroll
                 for (int e = 0; e < N; e++) sum[r][e] += xk * values[s][e];
             }
@@ -184,14 +213,13 @@ __device__ __forceinline__ void times_a(const T *__restrict__ x, int64_t x_strid
 }
 
 /// `times_a` as A lies.
-template <typename T, int ROWS, typename Meanwhile, typename Emit>
-__device__ __forceinline__ void times_any_a(const T *x, int64_t x_stride, int rows, const float *a,
-                                            int rank, int begin, int end, float *scratch,
-                                            Meanwhile meanwhile, Emit emit) {
+template <int ROWS, typename X, typename Meanwhile, typename Emit>
+__device__ __forceinline__ void times_any_a(const X &x, int rows, const float *a, int rank, int begin,
+                                            int end, float *scratch, Meanwhile meanwhile, Emit emit) {
     if (rank % 4 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0)
-        times_a<T, ROWS, true>(x, x_stride, rows, a, rank, begin, end, scratch, meanwhile, emit);
+        times_a<ROWS, true>(x, rows, a, rank, begin, end, scratch, meanwhile, emit);
     else
-        times_a<T, ROWS, false>(x, x_stride, rows, a, rank, begin, end, scratch, meanwhile, emit);
+        times_a<ROWS, false>(x, rows, a, rank, begin, end, scratch, meanwhile, emit);
 }
 
 /// Adds to the sums what a batch of loads from index `k` of the weight's rows on gives. Where it is
@@ -373,8 +401,8 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
             const Projection &projection = all.at[q];
             if (projection.rank == 0) continue;
             float *part = xa + block * count + projection.column;
-            times_any_a<T, ROWS>(
-                x, x_stride, rows, projection.a, projection.rank, begin, end, scratch,
+            times_any_a<ROWS>(
+                Stored<T>{x, x_stride}, rows, projection.a, projection.rank, begin, end, scratch,
                 [&]() {
                     if (started) return;
                     started = true;
@@ -479,9 +507,9 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
 }
 
 /// x·A of slice `blockIdx.x` of the inner indices and adapter `blockIdx.y`, for `few_rows`.
-template <typename T, int ROWS>
-__device__ __forceinline__ void adapter_slices(const Projections &all, const T *x, int64_t x_stride,
-                                               int rows, int inner, float *parts) {
+template <int ROWS, typename X>
+__device__ __forceinline__ void slices_of(const Projections &all, const X &x, int rows, int inner,
+                                          float *parts) {
     follow_previous();
     extern __shared__ float4 shared[];
     const Projection &projection = all.at[blockIdx.y];
@@ -489,10 +517,9 @@ __device__ __forceinline__ void adapter_slices(const Projections &all, const T *
     const int share = (inner + gridDim.x - 1) / gridDim.x;
     const int begin = min(inner, (int)blockIdx.x * share), end = min(inner, begin + share);
     float *part = parts + (int64_t)blockIdx.x * ROWS * all.ranks + projection.column;
-    times_any_a<T, ROWS>(
-        x, x_stride, rows, projection.a, projection.rank, begin, end,
-        reinterpret_cast<float *>(shared), []() {},
-        [&](int r, int c, float total) { part[r * all.ranks + c] = total; });
+    times_any_a<ROWS>(
+        x, rows, projection.a, projection.rank, begin, end, reinterpret_cast<float *>(shared),
+        []() {}, [&](int r, int c, float total) { part[r * all.ranks + c] = total; });
 }
 
 /// Writes `bias` into each of `rows` rows; a block takes some columns and strides over the rows.
@@ -570,7 +597,18 @@ __device__ __forceinline__ void column_sums(const T *__restrict__ x, int64_t str
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         adapter_slices_##ROWS##_##suffix(const __grid_constant__ Projections all, const T *x,      \
                                          int64_t x_stride, int rows, int inner, float *parts) {    \
-        adapter_slices<T, ROWS>(all, x, x_stride, rows, inner, parts);                             \
+        slices_of<ROWS>(all, Stored<T>{x, x_stride}, rows, inner, parts);                          \
+    }                                                                                              \
+    }
+#define NORMED_SLICES(ROWS, suffix, element)                                                       \
+    namespace normed_slices_##ROWS##_##suffix##_types {                                            \
+    using T = element;                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) normed_slices_##ROWS##_##suffix(      \
+        const __grid_constant__ Projections all, const T *x, int64_t x_stride, const T *residual,  \
+        int64_t residual_stride, const T *weight, float offset, int rows, int inner,               \
+        float *parts) {                                                                            \
+        const Undivided<T> normed{x, residual, weight, x_stride, residual_stride, offset};         \
+        slices_of<ROWS>(all, normed, rows, inner, parts);                                          \
     }                                                                                              \
     }
 #define OF_EACH_DTYPE(KERNELS, ROWS)                                                               \
@@ -586,6 +624,13 @@ OF_EACH_DTYPE(ADAPTER_SLICES, 1)
 OF_EACH_DTYPE(ADAPTER_SLICES, 2)
 OF_EACH_DTYPE(ADAPTER_SLICES, 4)
 OF_EACH_DTYPE(ADAPTER_SLICES, 8)
+// Of a norm that is made by what reads it, of up to 4 rows.
+#define OF_EACH_HALF(KERNELS, ROWS)                                                                \
+    KERNELS(ROWS, bf16, bf16)                                                                      \
+    KERNELS(ROWS, f16, f16)
+OF_EACH_HALF(NORMED_SLICES, 1)
+OF_EACH_HALF(NORMED_SLICES, 2)
+OF_EACH_HALF(NORMED_SLICES, 4)
 
 FOR_EACH_DTYPE(bias_rows, THREADS, (const T *bias, T *out, int rows, int columns),
                (bias, out, rows, columns))

@@ -384,8 +384,8 @@ fn in_launches<'l, 'w>(layers: &'l [Layer<'w>]) -> impl Iterator<Item = &'l [Lay
     layers.chunk_by(move |one, next| kind(one) == kind(next)).flat_map(|alike| alike.chunks(MOST))
 }
 
-/// The sum of x and the residual, and the outputs of layers without adapters of its norm, of so many rows and inner
-/// indices, or the gated unit of two; nothing where no streaming kernel makes the norm, or the unit.
+/// The sum of x and the residual, and the outputs of layers of its norm, of so many rows and inner indices, or the gated
+/// unit of two; nothing where no streaming kernel makes the norm, or the unit.
 pub(crate) fn of_normed(
     cuda: &Cuda,
     normed: Normed,
@@ -398,12 +398,15 @@ pub(crate) fn of_normed(
     }
     let (rows, inner) = sizes;
     let most = cuda.most_shared_memory()?;
-    let streams = |layer: &Layer| {
-        let kernel = Streamed::of(layer.weight)?;
-        kernel.name(rows, inner, 0, most)
+    let rank = |layer: &Layer| layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
+    let streams = |together: &[Layer]| {
+        let ranks = together.iter().map(rank);
+        let kernel =
+            takes_ranks(rows, inner, ranks.clone()).then(|| Streamed::of(together[0].weight));
+        kernel.flatten().is_some_and(|kernel| kernel.name(rows, inner, ranks.sum(), most).is_some())
     };
     // Without layers nothing would store the sum.
-    if layers.is_empty() || !layers.iter().all(|layer| streams(layer).is_some()) {
+    if layers.is_empty() || !in_launches(layers).all(streams) {
         return Ok(None);
     }
     let Some(mut normed) = NormedRows::new(cuda, normed)? else { return Ok(None) };
@@ -468,7 +471,7 @@ fn few_rows_at_once(
         0 => None,
         _ => {
             let adapters = layers.iter().map(|layer| layer.adapter.as_ref());
-            Some(sliced_adapters(cuda, matrix, (rows, inner), adapters)?)
+            Some(sliced_adapters(cuda, (matrix, source.normed()), (rows, inner), adapters)?)
         }
     };
     let Some(weight) = layers.first().map(|layer| layer.weight) else { return Ok(()) };

@@ -1,6 +1,7 @@
 //! What streaming kernels multiply, see source.cuh.
 
 use crate::backend::cuda::{Array, Cuda, Matrix, Rows};
+use crate::matmul::cuda::Undivided;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor};
 
@@ -31,6 +32,12 @@ impl Source {
     pub(super) fn plain(x: Matrix) -> Self {
         let is_f16 = i32::from(x.dtype == DType::F16);
         Self { x: x.pointer, x_stride: x.stride as i64, is_f16, ..Self::default() }
+    }
+
+    /// What the norm that is multiplied is made of beside x, if it is one.
+    pub(super) fn normed(&self) -> Option<Undivided> {
+        let Self { residual, residual_stride, weight, offset, .. } = *self;
+        (residual != 0).then_some(Undivided { residual, residual_stride, weight, offset })
     }
 }
 

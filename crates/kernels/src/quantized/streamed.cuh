@@ -297,10 +297,12 @@ template <typename S> struct Staged {
 /// The longest row that is normed on the way.
 constexpr int MOST_NORMED = 8192;
 
-/// Puts the norm of a row there, by all multipliers, for each warp of which `sums` has a float. The first block stores
-/// the sum of x and the residual. All is asked for at once, and kept in registers until the squares are added up.
+/// Puts the norm of a row there, by all multipliers, for each warp of which `sums` has a float, and what it was
+/// multiplied by for its mean square at `root`. The first block stores the sum of x and the residual. All is asked for
+/// at once, and kept in registers until the squares are added up.
 template <typename S>
-__device__ __forceinline__ void stage_norm(const Source &source, int row, const Staged<S> &staged, float *sums) {
+__device__ __forceinline__ void stage_norm(const Source &source, int row, const Staged<S> &staged, float *sums,
+                                           float *root) {
     constexpr int THREADS = MULTIPLIERS * WARP, OWN = MOST_NORMED / 8 / THREADS;
     const bool is_f16 = source.is_f16;
     const int lane = threadIdx.x % WARP, inner = staged.inner, eights = inner / 8;
@@ -339,6 +341,7 @@ __device__ __forceinline__ void stage_norm(const Source &source, int row, const 
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
     squares = warp_sum(lane < MULTIPLIERS ? sums[lane] : 0.0f);
     const float inverse = rsqrtf(squares / static_cast<float>(inner) + source.eps);
+    if (threadIdx.x == 0) *root = inverse;
 #pragma unroll
     for (int o = 0; o < OWN; o++) {
         if (o * THREADS >= eights) break;
@@ -352,15 +355,16 @@ __device__ __forceinline__ void stage_norm(const Source &source, int row, const 
     }
 }
 
-/// Writes what is multiplied, `(rows, inner)`, into shared memory, and zeros where a kernel has more rows.
+/// Writes what is multiplied, `(rows, inner)`, into shared memory, and zeros where a kernel has more rows. `roots` has a
+/// float for each row, as `stage_norm` leaves it.
 template <typename S>
 __device__ __forceinline__ void stage_x(const Source &source, int rows, int inner, char *to, XUnit *units,
-                                        float *scratch) {
+                                        float *scratch, float *roots) {
     const Staged<S> staged{to, units, inner};
     int first = 0;
     if (source.residual != nullptr) {
 #pragma unroll 1
-        for (; first < rows; first++) stage_norm<S>(source, first, staged, scratch + first * MULTIPLIERS);
+        for (; first < rows; first++) stage_norm<S>(source, first, staged, scratch + first * MULTIPLIERS, roots + first);
     }
     // So many are asked for before the first is put.
     constexpr int AT_ONCE = 4, STEP = MULTIPLIERS * WARP;
@@ -711,18 +715,47 @@ __device__ __forceinline__ void finish_tasks(const Projections &all, const Place
     barrier_wait(places.xa_ready, 0);
     Cursor now;
     for (int i = 0; i < turn; i++) now.next_task(all);
+    // B at a part of the ranks for a task's outputs. The first part is asked for a task ahead.
+    constexpr int RANKS = 16;
+    float b[RANKS];
+    const auto ask = [&](Cursor &task, int first_rank) {
+        const int output = task.find(all) + lane % OUTPUTS;
+        const Projection &projection = all.at[task.projection];
+        const float *from = projection.b + min(output, projection.outer - 1);
+#pragma unroll
+        for (int i = 0; i < RANKS; i++) {
+            const int c = first_rank + half + 2 * i, valid = c < projection.rank;
+            b[i] = 0.0f;
+            // Not to be put off until it is used.
+            asm volatile("{\n.reg .pred p;\n"
+                         "setp.ne.s32 p, %2, 0;\n"
+                         "@p ld.global.nc.f32 %0, [%1];\n}\n"
+                         : "+f"(b[i])
+                         : "l"(from + static_cast<int64_t>(c) * projection.outer), "r"(valid));
+        }
+    };
+    Cursor following = now;
+    const auto ask_ahead = [&]() {
+        if (all.ranks > 0 && following.exists(all)) ask(following, 0);
+        for (int i = 0; i < FINISHERS; i++) following.next_task(all);
+    };
+    ask_ahead();
     for (int round = 0; now.exists(all); round ^= 1) {
         const int output = now.find(all) + lane % OUTPUTS;
         const Projection &projection = all.at[now.projection];
         const int within = min(output, projection.outer - 1);
         const float bias = projection.bias != nullptr ? load_half(projection.bias, within, is_f16) : 0.0f;
         float low[S::ROWS] = {};
-#pragma unroll 16
-        for (int c = half; c < projection.rank; c += 2) {
-            const float b = __ldg(projection.b + static_cast<int64_t>(c) * projection.outer + within);
+        for (int first = 0; first < projection.rank; first += 2 * RANKS) {
+            if (first > 0) ask(now, first);
 #pragma unroll
-            for (int r = 0; r < S::ROWS; r++) low[r] += places.xa[r * all.ranks + projection.column + c] * b;
+            for (int i = 0; i < RANKS; i++) {
+                const int c = min(first + half + 2 * i, projection.rank - 1);
+#pragma unroll
+                for (int r = 0; r < S::ROWS; r++) low[r] += places.xa[r * all.ranks + projection.column + c] * b[i];
+            }
         }
+        ask_ahead();
         barrier_wait(places.sums_full + 8 * turn, round);
         const float *from = places.sums + turn * (MULTIPLIERS * S::OF_WARP) + lane % OUTPUTS;
         float values[S::ROWS];
@@ -911,7 +944,8 @@ __device__ __forceinline__ void fill_table(char *table, const float *levels) {
 }
 
 /// All rows of the source begin at 16 bytes, `inner` is a multiple of 256, and all weights are as `S` has it, with the
-/// same table and zero. `parts` is as for `few_rows`, and `xa_out` may be null.
+/// same table and zero. `parts` is as for `few_rows`, of what isn't divided by the root of the mean square yet where a
+/// norm is made, and `xa_out` may be null.
 template <typename S>
 __device__ __forceinline__ void streamed_rows(const Projections &all, const Source &source, int rows, int inner,
                                               void *xa_out, const float *parts, int slices, int part_rows) {
@@ -933,11 +967,15 @@ __device__ __forceinline__ void streamed_rows(const Projections &all, const Sour
     if (source.residual != nullptr && threadIdx.x < (inner + 63) / 64)
         fetch_ahead(static_cast<const char *>(source.weight) + 128 * threadIdx.x);
     follow_previous();
-    stage_x<S>(source, rows, inner, places.x, places.units, places.sums);
+    float *const roots = places.gates;
+    stage_x<S>(source, rows, inner, places.x, places.units, places.sums, roots);
+    const bool is_normed = source.residual != nullptr;
+    if (is_normed && all.ranks > 0) asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS * WARP) : "memory");
     for (int i = threadIdx.x; i < rows * all.ranks; i += MULTIPLIERS * WARP) {
         float total = 0.0f;
 #pragma unroll 16
         for (int slice = 0; slice < slices; slice++) total += parts[slice * part_rows * all.ranks + i];
+        if (is_normed) total *= roots[i / all.ranks];
         places.xa[i] = total;
         if (blockIdx.x == 0 && xa_out != nullptr) store_half(xa_out, i, is_f16, total);
     }

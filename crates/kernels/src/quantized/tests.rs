@@ -499,7 +499,7 @@ mod cuda {
         const COPIES: usize = 12;
         let device = crate::testing::cuda();
         let cuda = Cuda::on(&device).unwrap();
-        for shape in [(14336, 4096), (4096, 14336), (4096, 4096)] {
+        for shape in [(28672, 8192), (28672, 4096), (14336, 4096), (4096, 14336), (4096, 4096)] {
             for (name, weight) in common(shape) {
                 // More than the cache holds.
                 let weights: Vec<_> =
