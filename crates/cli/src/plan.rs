@@ -209,7 +209,7 @@ fn names<'a>(paths: impl Iterator<Item = &'a str>) -> Vec<String> {
     names
 }
 
-/// That each pattern of ranks and alphas is about some layer that is adapted, and all that is excluded some layer, of the
+/// That each pattern of ranks and alphas is about some layer that is adapted, and of what is excluded one, of the
 /// linear layers with these paths in so many decoder layers.
 pub fn check_patterns(config: &LoraConfig, paths: &[String], layers: usize) -> anyhow::Result<()> {
     let adapted = config.resolve(paths, layers)?;
@@ -238,17 +238,20 @@ pub fn check_patterns(config: &LoraConfig, paths: &[String], layers: usize) -> a
         }
         Some(targets @ Targets::Pattern(pattern)) => vec![(pattern, targets.clone())],
     };
-    for (pattern, targets) in excluded {
-        // What it would adapt by itself is what it matches.
-        let alone = LoraConfig { targets, ..LoraConfig::default() };
-        if alone.resolve(paths, layers).is_err() {
-            return Err(usage(format!(
+    // What it would adapt by itself is what it matches. Files for several models name more than one has.
+    let matches = |targets: &Targets| {
+        let alone = LoraConfig { targets: targets.clone(), ..LoraConfig::default() };
+        alone.resolve(paths, layers).is_ok()
+    };
+    match excluded.first() {
+        Some((pattern, _)) if !excluded.iter().any(|(_, targets)| matches(targets)) => {
+            Err(usage(format!(
                 "exclude_modules: {pattern} matches no layer of this model; they are {}",
                 names(paths.iter().map(String::as_str)).join(", ")
-            )));
+            )))
         }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// The highest learning rate of a run of `steps` steps. It rises to the peak, or falls to it, and goes on in one
@@ -421,14 +424,16 @@ mod tests {
             |names: &[&str]| Targets::Names(names.iter().map(ToString::to_string).collect());
         let pattern = |pattern: &str| Targets::Pattern(pattern.into());
         // The head isn't adapted anyway.
-        for right in [names(&["q_proj", "lm_head"]), names(&[]), pattern(r".*\.mlp\..*")] {
+        for right in
+            [names(&["vision", "lm_head"]), names(&["q_proj"]), names(&[]), pattern(r".*\.mlp\..*")]
+        {
             assert_eq!(check(right), Ok(()));
         }
         let told = |name| {
             let message = "matches no layer of this model; they are q_proj, up_proj, lm_head";
             Err(format!("exclude_modules: {name} {message}"))
         };
-        assert_eq!(check(names(&["q_proj", "zzz"])), told("zzz"));
+        assert_eq!(check(names(&["zzz", "vision"])), told("zzz"));
         assert_eq!(check(pattern("mlp.*")), told("mlp.*"));
     }
 

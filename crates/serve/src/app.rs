@@ -85,8 +85,8 @@ impl App {
         self: &Arc<Self>,
         work: impl FnOnce(&App) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let app = self.clone();
-        match tokio::task::spawn_blocking(move || work(&app)).await {
+        let (app, span) = (self.clone(), tracing::Span::current());
+        match tokio::task::spawn_blocking(move || span.in_scope(|| work(&app))).await {
             Ok(result) => result,
             Err(error) => Err(ApiError::internal(error)),
         }

@@ -24,7 +24,7 @@ pub fn length(app: &App) -> usize {
 fn too_long(context: usize, field: &str, found: String, for_anthropic: Option<String>) -> ApiError {
     let message = format!("This model's maximum context length is {context} tokens, {found}");
     let error = ApiError::invalid(message).about(field).coded(TOO_LONG);
-    ApiError { for_anthropic, ..error }
+    ApiError { for_anthropic: for_anthropic.map(String::into_boxed_str), ..error }
 }
 
 /// That a text with so many tokens, after which nothing is written, is no longer than the model reads.

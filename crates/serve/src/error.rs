@@ -18,7 +18,7 @@ pub struct ApiError {
     /// What was found and what was expected.
     pub message: String,
     /// The same in the words that Anthropic's clients look for, where they do.
-    pub for_anthropic: Option<String>,
+    pub for_anthropic: Option<Box<str>>,
     /// The field of the request that is wrong.
     pub param: Option<String>,
     /// A word for programs, such as `model_not_found`.

@@ -1,6 +1,7 @@
 //! How a server is started.
 
 use crate::hub::HubAdapters;
+use crate::keys::Keys;
 use crate::tls::Tls;
 use metal_candle::engine::EngineOptions;
 use metal_candle::{Error, Result};
@@ -81,6 +82,23 @@ impl Options {
 }
 
 impl Options {
+    /// That others can't ask without a key by mistake.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for an address that isn't this machine's alone where there is no key and nobody has said that anyone
+    /// may ask; also when the data folder's keys cannot be read.
+    pub fn check_reach(&self) -> Result<()> {
+        let is_closed = self.address.ip().is_loopback() || self.allow_anyone;
+        if is_closed || !self.api_keys.is_empty() || Keys::has_any(&self.data)? {
+            return Ok(());
+        }
+        let what = format!(
+            "{} can be reached by others, and there is no API key: make one, or say that anyone may ask",
+            self.address
+        );
+        Err(Error::option("address", what))
+    }
+
     /// Checks every value.
     ///
     /// # Errors

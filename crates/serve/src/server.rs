@@ -84,19 +84,11 @@ impl Server {
     /// taken.
     pub fn start(base: Base, options: Options) -> Result<Self> {
         options.validate()?;
+        options.check_reach()?;
         let acceptor = options.tls.as_ref().map(tls::acceptor).transpose()?;
         let store = Store::open(&options.data)?;
         check_base(&store, base.model.files(), &options)?;
         let keyless = options.api_keys.is_empty() && !store.has_keys()?;
-        if keyless && !options.address.ip().is_loopback() && !options.allow_anyone {
-            return Err(Error::option(
-                "address",
-                format!(
-                    "{} can be reached by others, and there is no API key: make one, or say that anyone may ask",
-                    options.address
-                ),
-            ));
-        }
         let grammars = Grammars::new(&base.tokenizer, base.model.config().vocab_size);
         if let Err(error) = &grammars {
             tracing::warn!("{error}; texts can't be made to follow a schema");

@@ -22,6 +22,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
+use tracing::Instrument;
 
 /// Requests of one client's request that the engine has at once, at most; the others follow them.
 const MOST_AT_ONCE: usize = 256;
@@ -321,13 +322,14 @@ where
 {
     let (sender, mut events) = mpsc::channel(READY_EVENTS);
     let making = make(Out { sender: sender.clone(), patience: app.options.timeout });
-    tokio::spawn(async move {
+    let told = async move {
         tokio::select! {
             // Whoever has gone needs to know nothing.
             _ = making => {}
             () = sender.closed() => {}
         }
-    });
+    };
+    tokio::spawn(told.in_current_span());
     let events =
         poll_fn(move |context| events.poll_recv(context).map(|it| it.map(Ok::<_, Infallible>)));
     let mut response =

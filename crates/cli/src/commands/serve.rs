@@ -13,7 +13,6 @@ use candle_core::Device;
 use clap::Args;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
-use metal_candle_serve::keys::Keys;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -163,7 +162,12 @@ impl Arguments {
             ..Options::new(names.next().unwrap_or_else(|| name_of(&self.model)), &self.data)
         };
         options.validate().map_err(usage)?;
-        self.check_keys()?;
+        options.check_reach().map_err(|error| {
+            let folder = shell_word(&self.data.display().to_string());
+            usage(format!(
+                "{error}, by `metal-candle keys add NAME --data {folder}` or --allow-anyone"
+            ))
+        })?;
         if let Some(folder) = &self.adapters
             && !folder.is_dir()
         {
@@ -188,20 +192,6 @@ impl Arguments {
             )));
         }
         Ok(all.chunks(ranks).map(<[Device]>::to_vec).collect())
-    }
-
-    /// That others can't ask without a key by mistake, which shows before the model is read.
-    fn check_keys(&self) -> anyhow::Result<()> {
-        let is_closed = self.host.is_loopback() || self.allow_anyone || !self.api_key.is_empty();
-        if is_closed || self.data.exists() && !Keys::open_or_make(&self.data)?.list()?.is_empty() {
-            return Ok(());
-        }
-        Err(usage(format!(
-            "host: is {}, where others can ask, and there is no API key; make one with `metal-candle keys add NAME \
-             --data {}`, or give --allow-anyone",
-            self.host,
-            shell_word(&self.data.display().to_string())
-        )))
     }
 
     /// Where adapters are brought from, if they are to be. They are kept with the server's other data.

@@ -6,6 +6,7 @@ use super::keys::{GROUPS, Keys, Style, kind};
 use super::mlx::{self, Unsaid};
 use super::optimizer::OPTIONS;
 use super::unused::{self, Said};
+use super::words::SCHEDULERS;
 use super::yaml;
 use crate::errors::usage;
 use serde_yaml_ng::{Mapping, Value};
@@ -21,6 +22,8 @@ pub struct File {
     unsaid: Option<Unsaid>,
     /// Whether the layers to adapt stand in `lora_parameters`.
     has_mlx_targets: bool,
+    /// Whether its schedule is one without a warm-up.
+    has_no_warmup: bool,
 }
 
 impl File {
@@ -47,9 +50,11 @@ impl File {
         let has_mlx_targets = keys
             .origin("target_modules")
             .is_some_and(|origin| origin.starts_with("lora_parameters."));
+        let has_no_warmup =
+            keys.origin("warmup_steps").is_some_and(|origin| SCHEDULERS.contains(&origin));
         let mut map = keys.into_map();
         let unsaid = mlx::recognise(written, &mut map);
-        Ok(Self { map, path: PathBuf::new(), unsaid, has_mlx_targets })
+        Ok(Self { map, path: PathBuf::new(), unsaid, has_mlx_targets, has_no_warmup })
     }
 
     /// The settings of the file with the flags laid over it, over the defaults; and what a person should
@@ -66,6 +71,10 @@ impl File {
                     unsaid.remove(*key);
                 }
             }
+        }
+        // What one schedule has none of, another may have.
+        if self.has_no_warmup && flags.contains_key("schedule") {
+            said.remove("warmup_steps");
         }
         // Another optimiser has options of its own.
         let default = serde_yaml_ng::to_value(Settings::default().optimizer)?;
@@ -483,13 +492,14 @@ mod tests {
         let word = "lr_scheduler_type: constant_with_warmup\n";
         assert_eq!(warmup(word).unwrap(), (None, None));
         assert_eq!(warmup(&format!("{word}warmup_steps: 3")).unwrap(), (Some(3), None));
-        let error = warmup("lr_scheduler_type: constant\nwarmup_steps: 3").unwrap_err();
-        assert!(error.to_string().contains("`lr_scheduler_type`"), "{error}");
+        let ignored = "lr_scheduler_type: constant\nwarmup_ratio: 0.03";
+        assert_eq!(warmup(ignored).unwrap(), (Some(0), None));
+        let (settings, _) = with_flags("lr_scheduler_type: constant", "schedule: cosine").unwrap();
+        assert_eq!((settings.warmup_steps, settings.warmup_ratio), (None, None));
         // TRL's switch for LoRA's dropout, too.
         assert_eq!(parse("disable_dropout: true").unwrap().dropout, 0.0);
         assert_eq!(parse("disable_dropout: false\nlora_dropout: 0.5").unwrap().dropout, 0.5);
-        let error = parse("disable_dropout: true\nlora_dropout: 0.5").unwrap_err();
-        assert!(error.to_string().contains("`disable_dropout`"), "{error}");
+        assert_eq!(parse("lora_dropout: 0.5\ndisable_dropout: true").unwrap().dropout, 0.0);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The keys of a file, or of the flags, each under this program's name and with a value of its kind.
 
-use super::words::{self, Meaning, WORDS};
+use super::words::{self, Meaning, SCHEDULERS, WORDS};
 use super::{Settings, data};
 use clap::{Arg, Args, Command};
 use metal_candle::adapter::{Biases, StartFrom};
@@ -63,7 +63,7 @@ impl Keys {
             let Some(key) = key.as_str() else {
                 return Err(format!("expected keys that are words, found {}", kind(key)));
             };
-            if !value.is_null() && !is_unset_warmup(key, value, mapping) {
+            if !value.is_null() && !is_overruled(key, value, mapping) {
                 written.push((key, value));
             }
         }
@@ -133,18 +133,21 @@ impl Keys {
     }
 }
 
-/// transformers lets the other of the two decide where one is 0, and its constant schedule where both are.
-fn is_unset_warmup(key: &str, value: &Value, mapping: &Mapping) -> bool {
+/// Whether another key keeps this one from meaning anything, in transformers and TRL: of two warm-ups the one that is 0,
+/// any beside their constant schedule, and LoRA's dropout where all is switched off.
+fn is_overruled(key: &str, value: &Value, mapping: &Mapping) -> bool {
     let other = match key {
         "warmup_steps" => "warmup_ratio",
         "warmup_ratio" => "warmup_steps",
+        "dropout" | "lora_dropout" => {
+            return mapping.get("disable_dropout").and_then(Value::as_bool) == Some(true);
+        }
         _ => return false,
     };
-    let is_constant = |word| mapping.get(word).and_then(Value::as_str) == Some("constant");
-    value.as_f64() == Some(0.0)
-        && (mapping.get(other).and_then(Value::as_f64).is_some_and(|other| other != 0.0)
-            || is_constant("lr_scheduler_type")
-            || is_constant("lr_scheduler"))
+    let is_constant = |word: &&str| mapping.get(*word).and_then(Value::as_str) == Some("constant");
+    let other = mapping.get(other).and_then(Value::as_f64);
+    value.as_f64() == Some(0.0) && other.is_some_and(|other| other != 0.0)
+        || SCHEDULERS.iter().any(is_constant)
 }
 
 /// The settings of which one key is given; `None` if its value is of another kind.

@@ -43,6 +43,9 @@ const NOT_TRANSPOSED: &str = "no supported model stores its weights so; leave it
 const NOT_PACKED: &str = "validation data are not packed; leave it out, or false";
 const BITSANDBYTES: &str = "bitsandbytes' nf4 is meant here; `quantize` names the other formats";
 
+/// transformers' and axolotl's words for the schedule.
+pub const SCHEDULERS: [&str; 2] = ["lr_scheduler_type", "lr_scheduler"];
+
 /// All of them.
 pub const WORDS: &[(&str, Meaning)] = &[
     // mlx-lm

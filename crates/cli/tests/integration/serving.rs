@@ -204,7 +204,10 @@ fn a_server_that_others_reach_needs_a_key() {
     let place = Place::new();
     let open = ["serve", "-m", "none/model", "--host", "0.0.0.0", "--data", "server"];
     let stderr = place.fails(2, &open);
-    assert!(stderr.contains("host: is 0.0.0.0") && stderr.contains("--allow-anyone"), "{stderr}");
+    assert!(
+        stderr.contains("address: 0.0.0.0:8080 can be") && stderr.contains("--allow-anyone"),
+        "{stderr}"
+    );
     assert!(!place.path("server").exists());
     place.ok(&["keys", "add", "a", "--data", "server"]);
     // With one it goes on to the model.

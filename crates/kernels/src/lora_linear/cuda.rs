@@ -901,6 +901,9 @@ pub(super) fn of_normed(
     gate: Option<Activation>,
 ) -> Result<Option<(Tensor, Vec<Tensor>)>> {
     let (cuda, dtype) = (Cuda::of(normed.x)?, normed.x.dtype());
+    if !cuda.has_warpgroups()? {
+        return Ok(None);
+    }
     let mut arrays = Vec::new();
     let mut layers = Vec::with_capacity(projections.len());
     for Projection { weight, bias, lora } in projections {

@@ -393,7 +393,7 @@ pub(crate) fn of_normed(
     layers: &[Layer],
     gate: Option<Activation>,
 ) -> Result<Option<(Tensor, Vec<Tensor>)>> {
-    if !cuda.has_warpgroups()? || gate.is_some() && in_launches(layers).count() != 1 {
+    if gate.is_some() && in_launches(layers).count() != 1 {
         return Ok(None);
     }
     let (rows, inner) = sizes;

@@ -8,7 +8,7 @@ use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::objectives::MetricSums;
-use super::optimizer::{Home, OptimizerState, Rates, is_b};
+use super::optimizer::{Home, OptimizerState, Rates, is_moved_with_b};
 use super::options::{ActivationPlacement, TrainOptions};
 use super::references::{self, References};
 use super::saving::{Held, Saved, Saver, SavingFn, untold};
@@ -129,11 +129,11 @@ impl<'a> Trainer<'a> {
         options.objective.check(batches.dataset())?;
         adapter.check(model)?;
         let parameters = adapter.parameters();
-        if options.loraplus_lr_ratio != 1.0 && !parameters.entries().iter().any(is_b) {
+        if options.loraplus_lr_ratio != 1.0 && !parameters.entries().iter().any(is_moved_with_b) {
             return Err(Error::option(
                 "loraplus_lr_ratio",
                 format!(
-                    "is {}, but no linear layer has a B that it could be for",
+                    "is {}, but there is no B of a linear layer, no bias and no magnitude",
                     options.loraplus_lr_ratio
                 ),
             ));

@@ -2,7 +2,7 @@
 
 use crate::common::device;
 use candle_core::DType;
-use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
 use metal_candle::model::Model;
@@ -774,11 +774,13 @@ fn options_that_cannot_work_are_refused_by_name() {
             Trainer::new(&model, &adapter, &batches, options, "nowhere", "llama").err().unwrap();
         assert!(error.to_string().contains(name), "{error}");
     }
-    // Nothing of a model that is trained whole is a B.
-    let (whole, all) = self::model(true);
+    // The factors of an embedding have the rate itself.
+    let targets = Targets::Names(vec!["embed_tokens".into()]);
+    let config = LoraConfig { targets, ..LoraConfig::default() };
+    let of_table = Arc::new(Adapter::new(&model, &config, 5).unwrap());
     let options_of_b = TrainOptions { loraplus_lr_ratio: 16.0, ..options() };
     let error =
-        Trainer::new(&whole, &all, &batches, options_of_b, "nowhere", "llama").err().unwrap();
+        Trainer::new(&model, &of_table, &batches, options_of_b, "nowhere", "llama").err().unwrap();
     assert!(error.to_string().contains("loraplus_lr_ratio"), "{error}");
     let other = Arc::new(Model::load(base(), DType::F32, &device()).unwrap());
     let error =

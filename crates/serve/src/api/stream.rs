@@ -12,6 +12,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::time::Duration;
 use tokio::sync::mpsc::{self, error::SendTimeoutError};
+use tracing::Instrument;
 
 /// Bytes that are read at once. Between two such pieces no thread waits for the one who reads the answer.
 const PIECE: u64 = 256 << 10;
@@ -28,7 +29,7 @@ pub(super) fn download(
     reader: impl Read + Send + 'static,
 ) -> Response {
     let (sender, mut pieces) = mpsc::channel(1);
-    tokio::spawn(send(reader, sender, app.options.timeout));
+    tokio::spawn(send(reader, sender, app.options.timeout).in_current_span());
     let pieces = poll_fn(move |context| pieces.poll_recv(context));
     let headers = [
         (CONTENT_TYPE, content_type.to_string()),

@@ -78,6 +78,14 @@ impl Keys {
         Ok(Self { path, connection })
     }
 
+    /// Whether a folder has any; one that no server has used has none.
+    ///
+    /// # Errors
+    /// When its database cannot be used.
+    pub fn has_any(folder: &Path) -> Result<bool> {
+        Ok(folder.join(DATABASE).exists() && !Self::open(folder)?.list()?.is_empty())
+    }
+
     /// Opens those of a folder, which is made if it is missing.
     ///
     /// # Errors

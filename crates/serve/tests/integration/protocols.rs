@@ -79,7 +79,7 @@ fn what_agents_send_beside_messages_is_taken() {
         json!({"name": "f", "input_schema": schema, "strict": true, "eager_input_streaming": true});
     let edit = json!({"type": "clear_thinking_20251015", "keep": "all"});
     let request = json!({"model": "demo", "max_tokens": 4, "temperature": 0, "tools": [tool],
-        "cache_control": {"type": "ephemeral"}, "thinking": {"type": "adaptive"},
+        "cache_control": {"type": "ephemeral"}, "thinking": {"type": "adaptive", "display": "summarized"},
         "context_management": {"edits": [edit]}, "output_config": {"effort": "high"},
         "messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "Be brief."}]});
     good(MESSAGES, &request);

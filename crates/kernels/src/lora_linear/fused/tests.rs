@@ -46,24 +46,29 @@ fn nf4(shape: (usize, usize)) -> Matrix {
     packed(shape).into_iter().find(|(name, _)| name == "nf4").unwrap().1
 }
 
-/// Layers of one input, of which the first has a bias, and the last may have an adapter.
+/// Layers of one input, of which the first has a bias, and all may have adapters.
 struct Layers {
     weights: Vec<Matrix>,
     bias: Tensor,
-    lora: Option<[Tensor; 2]>,
+    loras: Vec<[Tensor; 2]>,
 }
 
 impl Layers {
     fn new(weights: impl IntoIterator<Item = Matrix>) -> Layers {
         let weights: Vec<_> = weights.into_iter().collect();
         let bias = random(&[weights[0].weight().shape().unwrap().0], 5);
-        Layers { weights, bias, lora: None }
+        Layers { weights, bias, loras: Vec::new() }
     }
 
-    fn with_adapter(self) -> Layers {
-        let (outer, inner) = self.weights.last().unwrap().weight().shape().unwrap();
-        let factors = [random(&[inner, 4], 6), random(&[4, outer], 7)];
-        Layers { lora: Some(factors.map(|factor| rounded(&factor, DType::F32))), ..self }
+    /// Of several ranks.
+    fn with_adapters(self) -> Layers {
+        let factors = |(weight, rank): (&Matrix, usize)| {
+            let (outer, inner) = weight.weight().shape().unwrap();
+            let factors = [random(&[inner, rank], 6), random(&[rank, outer], 7)];
+            factors.map(|factor| rounded(&factor, DType::F32))
+        };
+        let loras = self.weights.iter().zip([40, 3].into_iter().cycle()).map(factors).collect();
+        Layers { loras, ..self }
     }
 
     fn on(&self, device: &Device, dtype: DType) -> Layers {
@@ -72,22 +77,20 @@ impl Layers {
         Layers {
             weights: self.weights.iter().map(|weight| weight.on(device, dtype)).collect(),
             bias: to(&self.bias, dtype),
-            lora: self.lora.as_ref().map(|factors| factors.each_ref().map(|it| to(it, adapters))),
+            loras: self
+                .loras
+                .iter()
+                .map(|factors| factors.each_ref().map(|it| to(it, adapters)))
+                .collect(),
         }
     }
 
     fn projections(&self) -> Vec<Projection<'_>> {
-        let (last, lora) = (self.weights.len() - 1, self.lora.as_ref());
         let weights = self.weights.iter().enumerate();
         let projections = weights.map(|(index, weight)| Projection {
             weight: weight.weight(),
             bias: (index == 0).then_some(&self.bias),
-            lora: lora.filter(|_| index == last).map(|[a, b]| Lora {
-                a,
-                b,
-                scale: 1.5,
-                dropout: None,
-            }),
+            lora: self.loras.get(index).map(|[a, b]| Lora { a, b, scale: 1.5, dropout: None }),
         });
         projections.collect()
     }
@@ -164,7 +167,7 @@ fn assert_all_identical(found: &[Tensor], expected: &[Tensor]) {
 
 #[test]
 fn they_give_what_their_parts_do() {
-    let layers = Layers::new([Matrix::dense(24, 256, 8), nf4((24, 256))]).with_adapter();
+    let layers = Layers::new([Matrix::dense(24, 256, 8), nf4((24, 256))]).with_adapters();
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
         let (layers, read) = (layers.on(&Device::Cpu, dtype), Read::new(3, 256, dtype));
         let read = read.on(&Device::Cpu, dtype).apart(8);
@@ -254,7 +257,7 @@ mod cuda {
             for (number, (name, weight)) in packed((outer, inner)).into_iter().enumerate() {
                 let mut layers = Layers::new([weight.clone(), weight]);
                 if (index + number) % 2 == 1 {
-                    layers = layers.with_adapter();
+                    layers = layers.with_adapters();
                 }
                 for (dtype, tolerance) in PRECISIONS {
                     let exact_layers = layers.on(&Device::Cpu, DType::F64);
@@ -343,7 +346,7 @@ mod cuda {
             (20, dense([60; 2], 64), 64, DType::BF16),
             (20, dense([64; 2], 60), 60, DType::BF16),
             (20, dense([64; 2], 64), 64, DType::F32),
-            (20, dense([64; 2], 64).with_adapter(), 64, DType::F16),
+            (20, dense([64; 2], 64).with_adapters(), 64, DType::F16),
         ] {
             let read = Read::new(rows, inner, dtype).on(&device, dtype);
             assert!(!is_made(&read, &layers.on(&device, dtype)), "{rows} rows of {inner}");

@@ -4,7 +4,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub(super) use state::{Home, OptimizerState, Rates, is_b};
+pub(super) use state::{Home, OptimizerState, Rates, is_moved_with_b};
 
 use crate::adapter::Entry;
 use crate::bounds::{NORM, RATE, not_negative, positive, share};

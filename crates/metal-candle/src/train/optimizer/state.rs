@@ -181,13 +181,8 @@ impl From<f64> for Rates {
 
 /// Whether it is a B, or moved with it, for which PEFT's LoRA+ takes every vector: biases, and DoRA's magnitudes. The
 /// two factors of an embedding aren't.
-fn is_moved_with_b(entry: &Entry) -> bool {
-    is_b(entry) || entry.shape.rank() == 1
-}
-
-/// Whether it is the B of a linear layer's adapter.
-pub(in crate::train) fn is_b(entry: &Entry) -> bool {
-    entry.name.ends_with(".lora_B")
+pub(in crate::train) fn is_moved_with_b(entry: &Entry) -> bool {
+    entry.name.ends_with(".lora_B") || entry.shape.rank() == 1
 }
 
 /// Gives what of a part lies in these ranges, one after the other, in the memory of the host.

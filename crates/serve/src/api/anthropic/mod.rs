@@ -129,7 +129,10 @@ enum Thinking {
         #[serde(rename = "budget_tokens")]
         _budget_tokens: Option<u64>,
     },
-    Adaptive {},
+    Adaptive {
+        #[serde(rename = "display")]
+        _display: Option<IgnoredAny>,
+    },
 }
 
 /// An error as Anthropic's clients know it.
@@ -152,7 +155,7 @@ impl Failure {
             status if status.is_server_error() => "api_error",
             _ => "invalid_request_error",
         };
-        let message = error.for_anthropic.as_ref().unwrap_or(&error.message);
+        let message = error.for_anthropic.as_deref().unwrap_or(&error.message);
         let what = json!({"type": kind, "message": message});
         json!({"type": "error", "error": what, "request_id": null})
     }
@@ -252,7 +255,7 @@ impl MessagesRequest {
         let mut variables = Map::new();
         match self.thinking {
             // Whether it thinks, and how long, is up to the model.
-            None | Some(Thinking::Adaptive {}) => {}
+            None | Some(Thinking::Adaptive { .. }) => {}
             Some(Thinking::Disabled {}) if !template.mentions("enable_thinking") => {}
             Some(Thinking::Disabled {}) => {
                 variables.insert("enable_thinking".into(), false.into());
