@@ -268,7 +268,9 @@ mod cuda {
                             read.on(&Device::Cpu, DType::F64).normed_by_parts(&exact_layers);
                         let read = read.on(&device, dtype).apart(16);
                         let what = format!("{name}, {rows} of {inner} in {dtype:?}");
-                        if STREAMED.contains(&&*name) && is_hopper {
+                        // Beside rows that are too long x·A has no room.
+                        let has_room = layers.loras.is_empty() || inner < 4352;
+                        if STREAMED.contains(&&*name) && is_hopper && has_room {
                             let fits = dtype != DType::F32 && rows <= 4;
                             assert_eq!(are_at_once(&read, &there), [fits; 2], "{what}");
                         }
