@@ -139,7 +139,7 @@ pub fn take_new(output: &Path, others: &[(&str, &Path)]) -> anyhow::Result<Arc<F
 pub fn hold(lock: metal_candle::Result<FolderLock>) -> anyhow::Result<Arc<FolderLock>> {
     let lock = Arc::new(lock.map_err(|error| match error {
         error @ Error::Io { .. } => {
-            anyhow::Error::new(error).context("the output cannot be written")
+            anyhow::Error::new(error).context("the output folder cannot be written")
         }
         error => error.into(),
     })?);

@@ -485,17 +485,18 @@ mod tests {
             |yaml: &str| parse(yaml).map(|settings| (settings.warmup_steps, settings.warmup_ratio));
         assert_eq!(warmup("warmup_steps: 0\nwarmup_ratio: 0.1").unwrap(), (None, Some(0.1)));
         // transformers' constant rate has none.
-        assert_eq!(warmup("schedule: constant").unwrap(), (None, None));
+        let usual = (None, Some(0.03));
+        assert_eq!(warmup("schedule: constant").unwrap(), usual);
         assert_eq!(warmup("lr_scheduler_type: constant").unwrap(), (Some(0), None));
         let unset = "warmup_ratio: 0.0\nlr_scheduler: constant\nwarmup_steps: 0";
         assert_eq!(warmup(unset).unwrap(), (Some(0), None));
         let word = "lr_scheduler_type: constant_with_warmup\n";
-        assert_eq!(warmup(word).unwrap(), (None, None));
+        assert_eq!(warmup(word).unwrap(), usual);
         assert_eq!(warmup(&format!("{word}warmup_steps: 3")).unwrap(), (Some(3), None));
         let ignored = "lr_scheduler_type: constant\nwarmup_ratio: 0.03";
         assert_eq!(warmup(ignored).unwrap(), (Some(0), None));
         let (settings, _) = with_flags("lr_scheduler_type: constant", "schedule: cosine").unwrap();
-        assert_eq!((settings.warmup_steps, settings.warmup_ratio), (None, None));
+        assert_eq!((settings.warmup_steps, settings.warmup_ratio), usual);
         // TRL's switch for LoRA's dropout, too.
         assert_eq!(parse("disable_dropout: true").unwrap().dropout, 0.0);
         assert_eq!(parse("disable_dropout: false\nlora_dropout: 0.5").unwrap().dropout, 0.5);

@@ -81,10 +81,10 @@ fn what_cannot_be_distilled_so_is_said() {
     for (arguments, code, expected) in [
         ([&logprobs[..], &["teacher.safetensors"]].concat(), 2, "exists already; choose another"),
         ([&logprobs[..], &["missing/new"]].concat(), 2, "output: there is no folder missing"),
-        ([&logprobs[..], &["new", "--top-k", "0"]].concat(), 1, "top_k: is 0, expected at least 1"),
+        ([&logprobs[..], &["new", "--top-k", "0"]].concat(), 2, "top_k: is 0, expected at least 1"),
         (
             [&logprobs[..], &["new", "--top-k", "2000"]].concat(),
-            1,
+            2,
             "top_k: is 2000, expected at most",
         ),
         (
