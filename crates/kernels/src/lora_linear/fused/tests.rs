@@ -67,7 +67,7 @@ impl Layers {
             let factors = [random(&[inner, rank], 6), random(&[rank, outer], 7)];
             factors.map(|factor| rounded(&factor, DType::F32))
         };
-        let loras = self.weights.iter().zip([40, 3].into_iter().cycle()).map(factors).collect();
+        let loras = self.weights.iter().zip([40, 4].into_iter().cycle()).map(factors).collect();
         Layers { loras, ..self }
     }
 
