@@ -11,6 +11,7 @@ use crate::template::TemplateFlags;
 use anyhow::Context;
 use candle_core::Device;
 use clap::Args;
+use metal_candle::Error;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
@@ -162,11 +163,14 @@ impl Arguments {
             ..Options::new(names.next().unwrap_or_else(|| name_of(&self.model)), &self.data)
         };
         options.validate().map_err(usage)?;
-        options.check_reach().map_err(|error| {
-            let folder = shell_word(&self.data.display().to_string());
-            usage(format!(
-                "{error}, by `metal-candle keys add NAME --data {folder}` or --allow-anyone"
-            ))
+        options.check_reach().map_err(|error| match error {
+            Error::Option { .. } => {
+                let folder = shell_word(&self.data.display().to_string());
+                usage(format!(
+                    "{error}, by `metal-candle keys add NAME --data {folder}` or --allow-anyone"
+                ))
+            }
+            error => error.into(),
         })?;
         if let Some(folder) = &self.adapters
             && !folder.is_dir()

@@ -556,7 +556,7 @@ pub(super) fn low_rank(
 /// Whether the kernels for a few rows take these layers.
 fn few(rows: usize, inner: usize, projections: &[DenseProjection]) -> bool {
     let adapters = || projections.iter().filter_map(|projection| projection.lora);
-    let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
+    let drops = adapters().any(|lora| lora.drops());
     let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
     !drops && takes_few_rows(rows, inner, ranks)
 }
@@ -837,7 +837,7 @@ pub(super) fn takes_packed(
     projections: &[Projection],
 ) -> bool {
     let adapters = || projections.iter().filter_map(|projection| projection.lora);
-    let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
+    let drops = adapters().any(|lora| lora.drops());
     let ranks = || adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
     let weights = || {
         projections.iter().filter_map(|projection| match projection.weight {
@@ -908,7 +908,7 @@ pub(super) fn of_normed(
     let mut layers = Vec::with_capacity(projections.len());
     for Projection { weight, bias, lora } in projections {
         let Weight::Quantized(weight) = weight else { return Ok(None) };
-        if lora.is_some_and(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0)) {
+        if lora.is_some_and(|lora| lora.drops()) {
             return Ok(None);
         }
         let (bias, adapter) = bias_and_adapter(operation, &cuda, dtype, *bias, *lora, &mut arrays)?;

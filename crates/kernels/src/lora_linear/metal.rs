@@ -134,7 +134,7 @@ pub(super) fn takes_packed(
     projections: &[Projection],
 ) -> bool {
     let takes = |projection: &Projection| match projection.lora {
-        Some(Lora { dropout: Some(dropout), .. }) if dropout.probability > 0.0 => false,
+        Some(lora) if lora.drops() => false,
         Some(Lora { a, .. }) => takes_few_rows(rows, inner, a.dims().last().copied().unwrap_or(0)),
         None => takes_few_rows(rows, inner, 0),
     };

@@ -55,6 +55,14 @@ pub struct Lora<'a> {
     pub dropout: Option<Dropout>,
 }
 
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+impl Lora<'_> {
+    /// Whether any element of its input is dropped.
+    fn drops(&self) -> bool {
+        self.dropout.is_some_and(|dropout| dropout.probability > 0.0)
+    }
+}
+
 /// Inverted dropout whose mask follows from a seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
