@@ -209,7 +209,7 @@ pub enum Work {
     },
     /// Forward, backward, clipping and AdamW with LoRA on every linear layer of the decoder.
     Train {
-        /// A name of [`shapes`].
+        /// As [`shapes::config`] reads it.
         shape: String,
         /// Sequences in the batch.
         batch: usize,
@@ -232,7 +232,7 @@ pub enum Work {
     },
     /// A prompt to the logits after it.
     Prefill {
-        /// A name of [`shapes`].
+        /// As [`shapes::config`] reads it.
         shape: String,
         /// Tokens of the prompt.
         tokens: usize,
@@ -244,7 +244,7 @@ pub enum Work {
     },
     /// Greedy tokens one after the other, each from a forward pass of one token.
     Decode {
-        /// A name of [`shapes`].
+        /// As [`shapes::config`] reads it.
         shape: String,
         /// Tokens in the cache before the first.
         prompt: usize,
@@ -258,7 +258,7 @@ pub enum Work {
     },
     /// Greedy texts of many requests at once, from their prompts to their last tokens, which share nothing.
     Serve {
-        /// A name of [`shapes`].
+        /// As [`shapes::config`] reads it.
         shape: String,
         /// How many there are.
         requests: usize,
@@ -293,7 +293,7 @@ pub enum Work {
     },
     /// The first token of a request that comes while others are written.
     FirstToken {
-        /// A name of [`shapes`].
+        /// As [`shapes::config`] reads it.
         shape: String,
         /// Texts that are written meanwhile.
         busy: usize,
@@ -438,7 +438,8 @@ impl Row {
         checkpointing: bool,
     ) -> Self {
         let suffix = if checkpointing { "-checkpointing" } else { "" };
-        let name = format!("train-{shape}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
+        let of = shapes::label(shape);
+        let name = format!("train-{of}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
         let shape = shape.to_string();
         let (dora, offload, quantization) = (false, false, None);
         let work = Work::Train {
@@ -477,7 +478,7 @@ impl Row {
 
     /// A row of a prefill.
     pub fn prefill(shape: &str, tokens: usize, dtype: Precision) -> Self {
-        let name = format!("prefill-{shape}-{tokens}-{}", dtype.name());
+        let name = format!("prefill-{}-{tokens}-{}", shapes::label(shape), dtype.name());
         Self::new(
             name,
             Work::Prefill { shape: shape.to_string(), tokens, dtype, quantization: None },
@@ -512,7 +513,7 @@ impl Row {
 
     /// A row of a decode.
     pub fn decode(shape: &str, prompt: usize, tokens: usize, dtype: Precision) -> Self {
-        let name = format!("decode-{shape}-{tokens}-{}", dtype.name());
+        let name = format!("decode-{}-{tokens}-{}", shapes::label(shape), dtype.name());
         Self::new(
             name,
             Work::Decode { shape: shape.to_string(), prompt, tokens, dtype, quantization: None },
@@ -526,7 +527,8 @@ impl Row {
         [prompt, tokens]: [usize; 2],
         dtype: Precision,
     ) -> Self {
-        let name = format!("serve-{shape}-{requests}x{prompt}+{tokens}-{}", dtype.name());
+        let of = shapes::label(shape);
+        let name = format!("serve-{of}-{requests}x{prompt}+{tokens}-{}", dtype.name());
         let work = Work::Serve {
             shape: shape.to_string(),
             requests,
@@ -603,7 +605,8 @@ impl Row {
         dtype: Precision,
     ) -> Self {
         let known = if seen { "-seen" } else { "" };
-        let name = format!("first-token-{shape}-{prompt}{known}-beside-{busy}-{}", dtype.name());
+        let of = shapes::label(shape);
+        let name = format!("first-token-{of}-{prompt}{known}-beside-{busy}-{}", dtype.name());
         let (shape, quantization) = (shape.to_string(), None);
         Self::new(name, Work::FirstToken { shape, busy, prompt, seen, dtype, quantization })
     }
@@ -1095,8 +1098,10 @@ struct Sizes {
     head: f64,
     /// Inputs and outputs of all linear layers, added up.
     adapter_width: f64,
-    /// Layers times the width of all query heads.
+    /// The width of all query heads.
     query_width: f64,
+    /// How many tokens a layer sees at most, of each.
+    windows: Vec<Option<usize>>,
 }
 
 impl Sizes {
@@ -1129,13 +1134,18 @@ impl Sizes {
             linears: layers * pairs.iter().map(|(input, output)| input * output).sum::<f64>(),
             head: config.vocab_size as f64 * hidden,
             adapter_width: layers * pairs.iter().map(|(input, output)| input + output).sum::<f64>(),
-            query_width: layers * queries,
+            query_width: queries,
+            windows: config.layers.iter().map(|layer| layer.window).collect(),
         })
     }
 
-    /// Operations of the attention of one causal sequence: scores and values, half of each square.
+    /// Operations of the attention of one causal sequence: scores and values, half of each square or a band of it.
     fn attention(&self, seq: f64) -> f64 {
-        2.0 * seq * seq * self.query_width
+        let pairs = |window: &Option<usize>| {
+            let unseen = window.map_or(0.0, |window| (seq - window as f64).max(0.0));
+            (seq * seq - unseen * unseen) / 2.0
+        };
+        4.0 * self.windows.iter().map(pairs).sum::<f64>() * self.query_width
     }
 }
 

@@ -1,9 +1,10 @@
-//! Models by name, as their published `config.json` describes them. Weights are random: what a step
-//! costs does not depend on them.
+//! Models by name, as their published `config.json` describes them, and of files of that name. Weights are random:
+//! what a step costs does not depend on them.
 
 use metal_candle::model::Config;
 use metal_candle::{Error, Result};
 use serde_json::{Value, json};
+use std::path::{Component, Path};
 
 /// The names that [`config`] knows.
 pub const NAMES: [&str; 4] = ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "tiny"];
@@ -60,17 +61,58 @@ pub fn config_json(name: &str) -> Result<Value> {
     Ok(config)
 }
 
-/// The shape's configuration.
+/// The configuration of a name, or of a model's folder, its `config.json` or its GGUF file.
 ///
 /// # Errors
-/// Like [`config_json`].
-pub fn config(name: &str) -> Result<Config> {
-    Config::from_json(&config_json(name)?.to_string())
+/// For a name that is neither one of [`NAMES`] nor there, and like [`Config::load`].
+pub fn config(shape: &str) -> Result<Config> {
+    let path = Path::new(shape);
+    if NAMES.contains(&shape) {
+        return Config::from_json(&config_json(shape)?.to_string());
+    }
+    if !path.exists() {
+        return Err(Error::option(
+            "shape",
+            format!(
+                "is {shape}, expected one of {}, a model's folder or its config.json",
+                NAMES.join(", ")
+            ),
+        ));
+    }
+    let is_json = path.is_file() && path.extension().is_some_and(|it| it == "json");
+    if is_json { Config::from_file(path) } else { Config::load(path) }
+}
+
+/// How rows name a shape: by its name, or by that of the model's folder or file.
+pub(crate) fn label(shape: &str) -> String {
+    let path = Path::new(shape);
+    let is_config = path.file_name().is_some_and(|it| it == "config.json");
+    let named = if is_config { path.parent().unwrap_or(path) } else { path };
+    let last = named.components().next_back();
+    match last {
+        Some(Component::Normal(_)) if !is_config && path.is_file() => named.file_stem(),
+        Some(Component::Normal(name)) => Some(name),
+        _ => path.file_stem(),
+    }
+    .map_or_else(|| shape.to_string(), |name| name.to_string_lossy().into_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_are_named_by_their_model() {
+        for (shape, name) in [
+            ("tiny", "tiny"),
+            ("models/Qwen3-8B", "Qwen3-8B"),
+            ("models/gemma-2.5/", "gemma-2.5"),
+            ("models/phi/config.json", "phi"),
+            ("config.json", "config"),
+        ] {
+            assert_eq!(label(shape), name, "{shape}");
+        }
+    }
 
     #[test]
     fn every_shape_is_a_configuration_and_others_are_named() {

@@ -24,6 +24,7 @@ const EXAMPLES: &str = "\
 Examples:
   metal-candle bench
   metal-candle bench --only train,decode --shape llama-3.2-1b --dtype bf16 --seq 1024
+  metal-candle bench --only train --shape models/Qwen3-8B --dtype bf16 --gradient-checkpointing
   metal-candle bench --only ops --json results.json
 
 Weights are random: what a step costs does not depend on them. A share of peak is the time that \
@@ -57,8 +58,9 @@ pub struct Arguments {
     /// The parts to time, with commas between [default: all]
     #[arg(long, value_enum, value_name = "PART", value_delimiter = ',', help_heading = "Work")]
     only: Vec<Part>,
-    /// The model: smollm2-135m, llama-3.2-1b, llama-3-8b or tiny
-    #[arg(long, value_name = "NAME", default_value = "smollm2-135m", help_heading = "Work")]
+    /// The model's shape: smollm2-135m, llama-3.2-1b, llama-3-8b, tiny, or that of a model's folder, config.json or GGUF
+    /// file, of which the weights aren't read
+    #[arg(long, value_name = "NAME|PATH", default_value = "smollm2-135m", help_heading = "Work")]
     shape: String,
     /// Rows of the training batch
     #[arg(short, long, value_name = "N", default_value_t = 1, help_heading = "Work")]

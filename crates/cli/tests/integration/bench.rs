@@ -46,6 +46,14 @@ fn every_part_is_timed_and_reported() {
         }
     }
 
+    // The shape of a model's files.
+    place.write_shape();
+    let only = ["bench", "--only", "decode", "--tokens", "4", "--steps", "2", "--dtype", "f32"];
+    for shape in ["shape", "shape/config.json"] {
+        let report = place.json(&[&only[..], &["--json", "-q", "--shape", shape]].concat());
+        assert_eq!(report["rows"][0]["name"], "decode-shape-4-f32");
+    }
+
     let ops =
         ["bench", "--only", "ops", "--samples", "1", "-q", "--threads", "1", "--json", "ops.json"];
     let table = place.ok(&ops);
@@ -70,6 +78,7 @@ fn what_cannot_be_timed_is_wrong_usage() {
     let place = Place::new();
     for (flags, expected) in [
         (&["--shape", "gpt-5"][..], "shape: is gpt-5"),
+        (&["--shape", "."], "no config.json here"),
         (&["--seq", "0"], "seq: is 0"),
         (&["--rank", "0"], "rank: is 0"),
         (&["--samples", "0"], "samples: is 0"),

@@ -152,7 +152,15 @@ impl Config {
             };
             return Err(Error::file(folder, format!("no config.json here: {found}")));
         }
-        Self::from_value(files::read_json(&path)?, &path)
+        Self::from_file(path)
+    }
+
+    /// Reads a file with the content of a `config.json`, whatever its name.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        Self::from_value(files::read_json(path.as_ref())?, path.as_ref())
     }
 
     /// Reads the content of a `config.json`.
