@@ -110,11 +110,10 @@ __device__ __forceinline__ void backward_tile_ranges(const Parameters &p, int si
     if (lane == 0) p.tile_lowest[index] = make_int2(smallest, largest);
 }
 
-/// A product becomes the probability, and with `dp` the gradient of the unscaled product. PLAIN are
-/// scores that are seen and are neither capped nor scaled by `inner`.
+/// A product becomes the probability; gives the slope of its cap. PLAIN are scores that are seen and are neither
+/// capped nor scaled by `inner`.
 template <bool PLAIN>
-__device__ __forceinline__ void score_gradient(const Parameters &p, float &s, float &dp, bool seen,
-                                               float scaled_sum, float correction) {
+__device__ __forceinline__ float probability(const Parameters &p, float &s, bool seen, float scaled_sum) {
     float slope = 1.0f;
     if constexpr (!PLAIN) {
         if (p.mode == CAPPED) {
@@ -126,6 +125,14 @@ __device__ __forceinline__ void score_gradient(const Parameters &p, float &s, fl
     }
     s = fast_exp2(fmaf(s, p.factor, -scaled_sum));
     if (!PLAIN && !seen) s = 0.0f;
+    return slope;
+}
+
+/// The same, and with `dp` the gradient of the unscaled product.
+template <bool PLAIN>
+__device__ __forceinline__ void score_gradient(const Parameters &p, float &s, float &dp, bool seen,
+                                               float scaled_sum, float correction) {
+    const float slope = probability<PLAIN>(p, s, seen, scaled_sum);
     dp = s * (dp - correction);
     if constexpr (!PLAIN) dp *= slope;
 }
@@ -366,28 +373,40 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
     gradients_as(float (&s)[BN / 8][4], float (&dp)[BN / 8][4], bool whole, int first_column,
                  const unsigned char *of_columns, int warp_row, const float (&row_sums)[2],
                  const float (&row_corrections)[2], const int (&row_lowest)[2], int lane) const {
+        for_each_score<BN>(whole, first_column, 0, of_columns, warp_row, row_sums, row_corrections,
+                           row_lowest, lane, [&](int n, int i, bool seen, float sum, float correction) {
+                               score_gradient<PLAIN>(p, s[n][i], dp[n][i], seen, sum, correction);
+                           });
+    }
+
+    /// Calls `visit(n, i, seen, sum, correction)` for a thread's products `[n][i]` of COLUMNS columns, the first of them column
+    /// `first` of a tile, and column `first_column` of all.
+    template <int COLUMNS, typename Visit>
+    __device__ __forceinline__ void
+    for_each_score(bool whole, int first_column, int first, const unsigned char *of_columns, int warp_row,
+                   const float (&row_sums)[2], const float (&row_corrections)[2],
+                   const int (&row_lowest)[2], int lane, Visit visit) const {
         const int row = first_row + warp_row + lane / 4;
         if constexpr (BY_KEYS) {
-            const float *const sums = reinterpret_cast<const float *>(of_columns);
+            const float *const sums = reinterpret_cast<const float *>(of_columns) + first;
             const float *const corrections = sums + BN;
             const int *const lowest = reinterpret_cast<const int *>(sums + 2 * BN);
 #pragma unroll
-            for (int n = 0; n < BN / 8; n++) {
+            for (int n = 0; n < COLUMNS / 8; n++) {
                 const int pair = n * 8 + lane % 4 * 2;
                 const float2 of_sums = *reinterpret_cast<const float2 *>(sums + pair);
                 const float2 of_corrections = *reinterpret_cast<const float2 *>(corrections + pair);
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int position = before + first_column + pair + e;
-                    const int low = !PLAIN && p.ragged && !whole ? lowest[pair + e] : 0;
+                    const int low = p.ragged && !whole ? lowest[pair + e] : 0;
                     const float sum = e == 0 ? of_sums.x : of_sums.y;
                     const float correction = e == 0 ? of_corrections.x : of_corrections.y;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const int key = row + half * 8;
                         const bool seen = whole || (key >= low && key <= position);
-                        score_gradient<PLAIN>(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen,
-                                              sum, correction);
+                        visit(n, half * 2 + e, seen, sum, correction);
                     }
                 }
             }
@@ -396,13 +415,12 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
             for (int half = 0; half < 2; half++) {
                 const int position = before + row + half * 8;
 #pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
+                for (int n = 0; n < COLUMNS / 8; n++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const int key = first_column + n * 8 + lane % 4 * 2 + e;
                         const bool seen = whole || (key >= row_lowest[half] && key <= position);
-                        score_gradient<PLAIN>(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen,
-                                              row_sums[half], row_corrections[half]);
+                        visit(n, half * 2 + e, seen, row_sums[half], row_corrections[half]);
                     }
                 }
             }
@@ -426,28 +444,31 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
         }
     }
 
-    /// Writes a warp's rows of the results, through the places of its rows of x₁ and x₂.
+    /// Writes a warp's rows of the results, the COLUMNS columns of a head from `first_column` on, through the places of its rows
+    /// of x₁ and x₂.
+    template <int COLUMNS = D>
     __device__ __forceinline__ void store(unsigned char *x,
-                                          const float (&first)[1][FIRST ? D / 8 : 1][4],
-                                          const float (&second)[1][SECOND ? D / 8 : 1][4],
-                                          int warp_row, int lane) const {
+                                          const float (&first)[1][FIRST ? COLUMNS / 8 : 1][4],
+                                          const float (&second)[1][SECOND ? COLUMNS / 8 : 1][4],
+                                          int warp_row, int lane, int first_column = 0) const {
+        const int columns = p.head_dim - first_column;
         const auto target = [&](void *result) {
-            return [this, result, warp_row](int row) -> T * {
+            return [this, result, warp_row, first_column](int row) -> T * {
                 const int mine = first_row + warp_row + row;
                 if (mine >= size) return nullptr;
                 const int64_t token = static_cast<int64_t>(batch) * size + mine;
-                return static_cast<T *>(result) + (token * owners + owner) * p.head_dim;
+                return static_cast<T *>(result) + (token * owners + owner) * p.head_dim + first_column;
             };
         };
         if constexpr (FIRST) {
             const float by[1][2] = {{p.scale, p.scale}};
-            store_rows<T, D, BM, 1>(x, warp_row, first, by, p.head_dim, lane,
-                                    target(BY_KEYS ? p.dk : p.dq));
+            store_rows<T, COLUMNS, BM, 1>(x, warp_row, first, by, columns, lane,
+                                          target(BY_KEYS ? p.dk : p.dq));
         }
         if constexpr (SECOND) {
             const float by[1][2] = {{1.0f, 1.0f}};
-            store_rows<T, D, BM, 1>(x + ROWS_BYTES, warp_row, second, by, p.head_dim, lane,
-                                    target(p.dv));
+            store_rows<T, COLUMNS, BM, 1>(x + ROWS_BYTES, warp_row, second, by, columns, lane,
+                                          target(p.dv));
         }
     }
 };

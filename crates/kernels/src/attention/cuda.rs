@@ -230,7 +230,7 @@ const FEW_QUERIES: usize = 16;
 const PLAIN_FEW_QUERIES: usize = 4;
 
 /// The bytes of a tile in shared memory: `tile_bytes` in tiles.cuh.
-fn tile_bytes(rows: usize, size: usize) -> usize {
+const fn tile_bytes(rows: usize, size: usize) -> usize {
     size.div_ceil(64) * rows * 128
 }
 
@@ -595,6 +595,18 @@ impl<'a> Call<'a> {
                 self.run_hopper(name, grid, shared, [HOPPER_COLUMNS, HOPPER_ROWS])?;
                 drop(lowest);
             }
+            Kernels::Tiles(size @ 256) if self.hopper()? => {
+                self.make_describable()?;
+                let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
+                let tiles = [HOPPER_COLUMNS; 2];
+                let name = hopper_kernel!("backward_queries", self.dtype, size);
+                let grid = (batch * heads, queries.div_ceil(HOPPER_COLUMNS), 1);
+                self.run_hopper(name, grid, HOPPER_WIDE_SHARED, tiles)?;
+                let name = hopper_kernel!("backward_keys", self.dtype, size);
+                let grid = (batch * kv_heads, keys.div_ceil(HOPPER_COLUMNS), 1);
+                self.run_hopper(name, grid, HOPPER_WIDE_SHARED, tiles)?;
+                drop(lowest);
+            }
             Kernels::Tiles(size) => {
                 let (rows, columns) = if size <= 128 { (128, 64) } else { (64, 32) };
                 let lowest = self.tile_ranges(columns)?;
@@ -679,6 +691,13 @@ fn hopper_shared(size: usize) -> usize {
     let stage = 2 * tile_bytes(HOPPER_COLUMNS, size) + 3 * 4 * HOPPER_COLUMNS + 2 * 8;
     2 * tile_bytes(HOPPER_ROWS, size) + HOPPER_STAGES * stage
 }
+
+/// The same of heads padded to 256: tiles of 64 by 256, of rows two, of stages one and another, and twice and once scores of
+/// such a tile.
+const HOPPER_WIDE_SHARED: usize = (3 + HOPPER_STAGES) * tile_bytes(HOPPER_COLUMNS, 256)
+    + 3 * tile_bytes(HOPPER_COLUMNS, HOPPER_COLUMNS)
+    + HOPPER_STAGES * 3 * 4 * HOPPER_COLUMNS
+    + (2 * HOPPER_STAGES + 2) * 8;
 
 /// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes.
 pub(super) fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {

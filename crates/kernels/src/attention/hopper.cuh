@@ -35,9 +35,9 @@ __device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// `scores = a·bᵀ` over D, of tile `a` of A_ROWS the 64 rows from `first` on, of tile `b` all N
-/// rows.
-template <typename T, int D, int A_ROWS, int N>
+/// `scores = a·bᵀ` over D, of tile `a` of A_ROWS the 64 rows from `first` on, and of the B_ROWS rows of a tile the N from `b`
+/// on.
+template <typename T, int D, int A_ROWS, int N, int B_ROWS = N>
 __device__ __forceinline__ void start_rows(float (&scores)[N / 8][4], uint32_t a, int first,
                                            uint32_t b) {
     const uint64_t a_tile = describe_tile(a + first * ROW_BYTES, 16), b_tile = describe_tile(b, 16);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void start_rows(float (&scores)[N / 8][4], uint32_t a
     for (int k = 0; k < D / 16; k++) {
         const uint32_t panel = k / 4 * ROW_BYTES, step = k % 4 * 32;
         warpgroup_multiply<T, N>(scores, moved_tile(a_tile, panel * A_ROWS + step),
-                                 moved_tile(b_tile, panel * N + step), k != 0);
+                                 moved_tile(b_tile, panel * B_ROWS + step), k != 0);
     }
     warpgroup_commit();
 }

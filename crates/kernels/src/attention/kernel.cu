@@ -4,6 +4,7 @@
 #include "few_queries.cuh"
 #include "forward.cuh"
 #include "hopper_backward.cuh"
+#include "hopper_backward_wide.cuh"
 #include "plain.cuh"
 
 #define FORWARD(element, d)                                                                        \
@@ -110,6 +111,18 @@ HOPPER_BACKWARD(bf16, 64)
 HOPPER_BACKWARD(bf16, 128)
 HOPPER_BACKWARD(f16, 64)
 HOPPER_BACKWARD(f16, 128)
+
+#define HOPPER_BACKWARD_WIDE(element)                                                              \
+    HOPPER_KERNEL(backward_queries_##element##_256) {                                              \
+        follow_previous();                                                                         \
+        hopper_backward_wide<element, QUERIES>(p, descriptors);                                    \
+    }                                                                                              \
+    HOPPER_KERNEL(backward_keys_##element##_256) {                                                 \
+        follow_previous();                                                                         \
+        hopper_backward_wide<element, KEYS>(p, descriptors);                                       \
+    }
+HOPPER_BACKWARD_WIDE(bf16)
+HOPPER_BACKWARD_WIDE(f16)
 
 #define HOPPER_BACKWARD_AT_ONCE(element)                                                           \
     HOPPER_KERNEL(backward_at_once_##element) {                                                    \

@@ -379,6 +379,10 @@ mod cuda {
             Case::new(1, 200, 270, 2, 1, 104).scale(0.1).window(100).softcap(2.0),
             Case::new(1, 140, 140, 2, 1, 256).scale(0.06),
             Case::new(2, 90, 130, 4, 2, 136).scale(0.1).window(50).packed(40).softcap(3.0),
+            Case::new(2, 330, 500, 4, 2, 256).scale(0.06).softcap(1.5),
+            Case::new(1, 400, 400, 3, 1, 248).scale(-0.06).packed(150),
+            Case::new(2, 200, 270, 2, 2, 192).scale(0.07).window(90).packed(70),
+            Case::new(1, 300, 350, 2, 1, 256).scale(0.06).scattered(),
             Case::new(1, 65, 65, 2, 2, 300).scale(0.05),
             Case::new(1, 70, 90, 4, 2, 30).scale(0.2).packed(20),
         ]
@@ -482,9 +486,15 @@ mod cuda {
     fn cuda_reads_views_as_it_reads_copies() {
         let device = crate::testing::cuda();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (queries, keys, d) in
-                [(70, 90, 64), (70, 90, 9), (1, 90, 64), (1, 90, 9), (40, 90, 128), (140, 300, 128)]
-            {
+            for (queries, keys, d) in [
+                (70, 90, 64),
+                (70, 90, 9),
+                (1, 90, 64),
+                (1, 90, 9),
+                (40, 90, 128),
+                (140, 300, 128),
+                (140, 300, 256),
+            ] {
                 let case = Case::new(2, queries, keys, 4, 2, d).scale(0.1).to_dtype(dtype);
                 let room = random(&[2, 20, 2, d], 8).to_dtype(dtype).unwrap();
                 let room = room.to_device(&device).unwrap();
@@ -553,7 +563,8 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_queries_without_keys_give_zeros() {
         let device = crate::testing::cuda();
-        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (300, 128), (40, 256)] {
+        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (300, 128), (40, 256), (300, 256)]
+        {
             let mut case = Case::new(1, queries, queries, 2, 1, d);
             let mut first = vec![0u32; queries];
             // One, or a whole tile.

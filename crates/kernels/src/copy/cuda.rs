@@ -11,6 +11,14 @@ pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Cuda::of(x)?.contiguous_as(x, dtype)?.tensor)
 }
 
+pub(super) fn contiguous(x: &Tensor) -> Result<Tensor> {
+    Ok(Cuda::of(x)?.contiguous(x)?.tensor)
+}
+
+pub(super) fn empty(x: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    Ok(Cuda::of(x)?.empty(shape, x.dtype())?.tensor)
+}
+
 pub(super) fn write_rows_both(
     pools: [&Tensor; 2],
     rows: [&Tensor; 2],

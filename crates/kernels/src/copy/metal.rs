@@ -8,6 +8,14 @@ pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(metal.cast(&metal.strided(x)?, dtype)?.tensor)
 }
 
+pub(super) fn contiguous(x: &Tensor) -> Result<Tensor> {
+    Ok(Metal::of(x)?.contiguous(x)?.tensor)
+}
+
+pub(super) fn empty(x: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    Ok(Metal::of(x)?.empty(shape, x.dtype())?.tensor)
+}
+
 pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
     let metal = Metal::of(whole)?;
     let (to, from) = (metal.strided(whole)?, metal.contiguous(part)?);

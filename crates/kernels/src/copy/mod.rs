@@ -1,4 +1,4 @@
-//! Copies: in another dtype, into a part of another tensor, and into rows of one.
+//! Copies: in another dtype, of views, into a part of another tensor, one behind the other, and into rows of one.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -29,6 +29,56 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
     on_gpu!(x, gpu => gpu::cast(x, dtype));
     x.detach().to_dtype(dtype)
+}
+
+/// A contiguous copy of `x` in its shape; `x` itself when it is contiguous already.
+///
+/// # Errors
+/// When the device is none that this build has kernels for, or has no room.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    require_together("contiguous", &[x])?;
+    if x.is_contiguous() {
+        return Ok(x.detach());
+    }
+    on_gpu!(x, gpu => gpu::contiguous(x));
+    x.detach().contiguous()
+}
+
+/// `parts` `(.., k, ..)` one behind the other along dimension `dim`, in which alone they may differ; contiguous.
+///
+/// # Errors
+/// When there are none, shapes or dtypes don't fit, or they aren't on one device.
+pub fn join(parts: &[&Tensor], dim: usize) -> Result<Tensor> {
+    const OPERATION: &str = "join";
+    let [first, ..] = parts else {
+        bail!("metal-candle-kernels: {OPERATION}: found no parts, expected at least one")
+    };
+    require_together(OPERATION, parts)?;
+    let sizes = parts.iter().map(|part| part.dim(dim)).collect::<Result<Vec<_>>>()?;
+    let mut shape = first.dims().to_vec();
+    shape[dim] = sizes.iter().sum();
+    for (part, size) in parts.iter().zip(&sizes) {
+        require_dtype(OPERATION, "a part", part, first.dtype())?;
+        let expected: Vec<usize> = shape
+            .iter()
+            .enumerate()
+            .map(|(at, all)| if at == dim { *size } else { *all })
+            .collect();
+        require_shape(OPERATION, "a part", part, &expected)?;
+    }
+    let whole = empty(first, &shape)?;
+    let mut start = 0;
+    for (part, size) in parts.iter().zip(&sizes) {
+        write(&whole, part, dim, start)?;
+        start += size;
+    }
+    Ok(whole)
+}
+
+/// A tensor of that shape beside `x`, to be written.
+fn empty(x: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    on_gpu!(x, gpu => gpu::empty(x, shape));
+    Tensor::zeros(shape, x.dtype(), x.device())
 }
 
 /// Overwrites `whole` `(.., n, ..)` with `part` `(.., k, ..)` in place, from index `start` of dimension

@@ -19,6 +19,34 @@ fn assert_a_part_is_written(device: &Device) {
     }
 }
 
+fn assert_parts_are_joined(device: &Device) {
+    for dtype in [DType::F32, DType::BF16] {
+        for dim in 0..3 {
+            let part = |size: usize, seed| {
+                let mut shape = [2, 3, 8];
+                shape[dim] = size;
+                let part = random(&shape, seed).to_dtype(dtype).unwrap();
+                strided(&part.to_device(device).unwrap())
+            };
+            let parts = [part(2, 1), part(1, 2), part(5, 3)];
+            let expected = Tensor::cat(&parts.each_ref().map(here), dim).unwrap();
+            assert_identical(&here(&join(&parts.each_ref(), dim).unwrap()), &expected);
+            let own = contiguous(&parts[0]).unwrap();
+            assert!(own.is_contiguous());
+            assert_identical(&here(&own), &here(&parts[0]));
+        }
+    }
+}
+
+#[test]
+fn parts_are_joined_in_their_order() {
+    assert_parts_are_joined(&Device::Cpu);
+    let parts = [random(&[2, 3], 1), random(&[2, 4], 2)];
+    let wrong = message(join(&parts.each_ref(), 0));
+    assert!(wrong.contains("a part has shape [2, 4], expected [2, 3]"), "{wrong}");
+    assert!(message(join(&[], 0)).contains("found no parts"));
+}
+
 #[test]
 fn a_part_is_written_where_it_belongs_and_nothing_else_changes() {
     assert_a_part_is_written(&Device::Cpu);
@@ -30,6 +58,7 @@ fn a_part_is_written_where_it_belongs_and_nothing_else_changes() {
 fn cuda_writes_and_casts_as_the_cpu_does() {
     let device = cuda();
     assert_a_part_is_written(&device);
+    assert_parts_are_joined(&device);
     assert_rows_are_written_where_they_belong(&device, &[DType::F32, DType::F16, DType::BF16]);
     assert_a_cast_rounds(&device);
 }

@@ -146,7 +146,7 @@ impl HeadValues<'_> {
                 let shape = (wide.dim(0)?, padding);
                 parts.push(Tensor::zeros(shape, wide.dtype(), wide.device())?);
             }
-            Ok(Tensor::cat(&parts, 1)?)
+            Ok(copy::join(&parts.iter().collect::<Vec<_>>(), 1)?)
         };
         Ok(JoinedHead {
             hidden: beside(x.tensor(), hidden)?,
@@ -777,7 +777,7 @@ impl Tape {
 
     /// `x` and a constant, one after the other along `dimension`.
     pub fn join(&self, x: &Value, constant: &Tensor, dimension: usize) -> Result<Value> {
-        let output = Tensor::cat(&[x.tensor(), constant], dimension)?;
+        let output = copy::join(&[x.tensor(), constant], dimension)?;
         let length = x.tensor().dim(dimension)?;
         self.push(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)]))
     }
@@ -801,7 +801,11 @@ impl Tape {
 
     /// The same elements in another shape.
     pub fn reshape(&self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
-        let output = x.tensor().reshape(shape.into())?;
+        let shape = shape.into();
+        if *x.shape() == shape {
+            return Ok(x.clone());
+        }
+        let output = x.tensor().reshape(shape)?;
         let original = x.shape().clone();
         let reshaped = self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)]))?;
         Ok(reshaped.kept(x.is_kept()))
@@ -825,12 +829,12 @@ impl Tape {
         })
     }
 
-    /// Cuts the last dimension into pieces of the given sizes.
-    pub fn split(&self, x: &Value, sizes: &[usize]) -> Result<Vec<Value>> {
+    /// Cuts dimension `dim` into pieces of the given sizes, which are views.
+    pub fn split(&self, x: &Value, sizes: &[usize], dim: usize) -> Result<Vec<Value>> {
         let mut outputs = Vec::with_capacity(sizes.len());
         let mut start = 0;
         for &size in sizes {
-            outputs.push(x.tensor().narrow(D::Minus1, start, size)?);
+            outputs.push(x.tensor().narrow(dim, start, size)?);
             start += size;
         }
         let whole = x.shape().clone();
@@ -843,14 +847,21 @@ impl Tape {
                 pieces.push(match gradient {
                     Some(gradient) => gradient,
                     None => {
-                        if let Some(last) = dims.last_mut() {
-                            *last = size;
-                        }
+                        dims[dim] = size;
                         Tensor::zeros(dims.as_slice(), dtype, &device)?
                     }
                 });
             }
-            Ok(vec![Some(Tensor::cat(&pieces, D::Minus1)?)])
+            Ok(vec![Some(copy::join(&pieces.iter().collect::<Vec<_>>(), dim)?)])
         })
+    }
+
+    /// `x` in memory of its own, where it is a view of something larger that would be kept for it; itself where nothing is
+    /// kept, as it needs no gradient.
+    pub fn compact(&self, x: &Value) -> Result<Value> {
+        if !x.needs_gradient() || x.tensor().is_contiguous() {
+            return Ok(x.clone());
+        }
+        self.push(&[x], copy::contiguous(x.tensor())?, |dy| Ok(vec![Some(dy)]))
     }
 }

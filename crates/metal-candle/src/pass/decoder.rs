@@ -106,15 +106,18 @@ impl Attention {
         cache: Option<Cached>,
     ) -> Result<(Value, Value)> {
         let (batch, seq, _) = read.stream.x.tensor().dims3()?;
-        let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let query_width = self.heads * self.head_dim;
         let (stream, [q, k, v]) = match &self.projections {
             QueryKeyValue::Separate { q, k, v } => read.project([q, k, v], tape, pass)?,
             QueryKeyValue::Fused(qkv) => {
                 let (stream, [fused]) = read.project([qkv], tape, pass)?;
-                let mut parts =
-                    tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
+                // Heads can be read where they lie, and what isn't contiguous can't be seen as heads without a copy.
+                let shape = (batch, seq, self.heads + 2 * self.kv_heads, self.head_dim);
+                let fused = tape.reshape(&fused, shape)?;
+                let sizes = [self.heads, self.kv_heads, self.kv_heads];
+                let mut parts = tape.split(&fused, &sizes, 2)?.into_iter();
                 match (parts.next(), parts.next(), parts.next()) {
-                    (Some(q), Some(k), Some(v)) => (stream, [q, k, v]),
+                    (Some(q), Some(k), Some(v)) => (stream, [q, k, tape.compact(&v)?]),
                     _ => {
                         return Err(candle_core::Error::msg("split gave fewer than 3 parts").into());
                     }
@@ -173,7 +176,7 @@ impl Attention {
         spread.together(tape, &attended)
     }
 
-    /// Queries or keys as heads, normalised.
+    /// Queries or keys, of which there are all heads in a row or each by itself, as heads, normalised.
     fn heads_of(
         &self,
         tape: &Tape,
@@ -182,12 +185,14 @@ impl Attention {
         heads: usize,
         pass: &Pass,
     ) -> Result<Value> {
-        let (batch, seq, _) = x.tensor().dims3()?;
+        let (batch, seq) = (x.tensor().dim(0)?, x.tensor().dim(1)?);
         let shape = (batch, seq, heads, self.head_dim);
-        if self.norm_per_head {
-            apply(norm, tape, &tape.reshape(x, shape)?, pass)
-        } else {
-            tape.reshape(&apply(norm, tape, x, pass)?, shape)
+        match norm {
+            Some(norm) if !self.norm_per_head => {
+                let rows = tape.reshape(x, (batch, seq, heads * self.head_dim))?;
+                tape.reshape(&norm.forward(tape, &rows, pass)?, shape)
+            }
+            norm => apply(norm, tape, &tape.reshape(x, shape)?, pass),
         }
     }
 }
@@ -227,7 +232,7 @@ impl Mlp {
             }
             GateUp::Fused(gate_up) => {
                 let (stream, [fused]) = read.project([gate_up], tape, pass)?;
-                let mut parts = tape.split(&fused, &[self.width, self.width])?.into_iter();
+                let mut parts = tape.split(&fused, &[self.width, self.width], 2)?.into_iter();
                 match (parts.next(), parts.next()) {
                     (Some(gate), Some(up)) => (stream, [gate, up]),
                     _ => {

@@ -69,6 +69,8 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], con
 #define ACCUMULATORS_8(n)                                                                          \
     ACCUMULATOR(n), ACCUMULATOR(n + 1), ACCUMULATOR(n + 2), ACCUMULATOR(n + 3),                    \
         ACCUMULATOR(n + 4), ACCUMULATOR(n + 5), ACCUMULATOR(n + 6), ACCUMULATOR(n + 7)
+#define REGISTERS_32                                                                               \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_64                                                                               \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -137,6 +139,7 @@ DEFINE_WARPGROUP_MULTIPLY_64(f16, "f16")
 DEFINE_WARPGROUP_MULTIPLY_ADD_128(bf16, "bf16")
 DEFINE_WARPGROUP_MULTIPLY_ADD_128(f16, "f16")
 
+#define ACCUMULATORS_32 ACCUMULATOR(0), ACCUMULATOR(1), ACCUMULATOR(2), ACCUMULATOR(3)
 #define ACCUMULATORS_128 ACCUMULATORS_8(0), ACCUMULATORS_8(8)
 #define ACCUMULATORS_192 ACCUMULATORS_128, ACCUMULATORS_8(16)
 #define ACCUMULATORS_224                                                                           \
@@ -156,6 +159,7 @@ DEFINE_WARPGROUP_MULTIPLY_ADD_128(f16, "f16")
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
     }
 #define DEFINE_WARPGROUP_MULTIPLIES(element, name)                                                 \
+    DEFINE_WARPGROUP_MULTIPLY(32, element, name, false, "0", "16", "17", "18")                     \
     DEFINE_WARPGROUP_MULTIPLY(128, element, name, false, "0", "64", "65", "66")                    \
     DEFINE_WARPGROUP_MULTIPLY(128, element, name, true, "1", "64", "65", "66")                     \
     DEFINE_WARPGROUP_MULTIPLY(192, element, name, false, "0", "96", "97", "98")                    \
