@@ -5,6 +5,7 @@
 //! Files are read in parts and tokenized in parallel, so their records are never all in memory.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use chrono::NaiveDateTime;
 use rayon::prelude::*;
@@ -14,7 +15,7 @@ use super::body::Body;
 use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Sample, Tokenized};
 use super::record::Record;
 use super::source::DataSource;
-use crate::text::{Encoded, Message, RenderOptions, Tokenizer};
+use crate::text::{Encoded, Message, RenderOptions, Rendered, Tokenizer};
 use crate::{Error, Result};
 
 /// Tokenizes the records of files, in parallel and in a stable order.
@@ -81,12 +82,18 @@ pub(super) struct Builder<'a> {
     pub tokenizer: &'a Tokenizer,
     pub options: &'a DataOptions,
     now: NaiveDateTime,
+    /// Whether it was said that answers end without a token that ends them.
+    warned_of_end: AtomicBool,
+    /// Whether it was said that the template leaves calls out.
+    warned_of_calls: AtomicBool,
 }
 
 impl<'a> Builder<'a> {
     pub fn new(tokenizer: &'a Tokenizer, options: &'a DataOptions) -> Self {
         let now = options.now.unwrap_or_else(|| chrono::Local::now().naive_local());
-        Self { tokenizer, options, now }
+        let warned_of_end = AtomicBool::new(false);
+        let warned_of_calls = AtomicBool::new(false);
+        Self { tokenizer, options, now, warned_of_end, warned_of_calls }
     }
 
     /// Tokenizes records.
@@ -254,6 +261,21 @@ impl<'a> Builder<'a> {
             return Ok(Written { text, learned: None, is_plain: false });
         };
         let mut rendered = template.render_with_spans_from(messages, &options, first)?;
+        if rendered.unended && !self.warned_of_end.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "the chat template writes no special token after the last answer of a conversation, so no such token is \
+                 learned there, and the model may not learn to stop: write the token that ends a turn (such as eos_token) \
+                 after every answer in the template"
+            );
+        }
+        if !shows_calls(messages, first, &rendered)
+            && !self.warned_of_calls.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                "the chat template leaves out \"tool_calls\" of an assistant's message, so they are not learned, and where \
+                 its content is empty, an empty answer is: use a template that writes calls"
+            );
+        }
         leave_out_weightless(messages, first, &mut rendered.assistant)?;
         Ok(Written { text: rendered.text, learned: Some(rendered.assistant), is_plain: false })
     }
@@ -321,6 +343,19 @@ impl<'a> Builder<'a> {
             };
         }
     }
+}
+
+/// Whether what the model's messages from index `first` on call is in what is learned.
+fn shows_calls(messages: &[Message], first: usize, rendered: &Rendered) -> bool {
+    let learned = |name: &str| {
+        let mut spans = rendered.assistant.iter();
+        spans.any(|span| rendered.text.get(span.clone()).is_some_and(|it| it.contains(name)))
+    };
+    let messages = messages.iter().skip(first).filter(|message| message.is_from_model());
+    let calls = messages.filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
+    let mut names =
+        calls.filter_map(|call| call.get("function").unwrap_or(call).get("name")?.as_str());
+    names.all(learned)
 }
 
 /// A text outside of any conversation, learned from the byte `from` on.
@@ -397,6 +432,24 @@ fn mask(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn calls_that_a_template_leaves_out_are_found() {
+        let call = serde_json::json!([{"function": {"name": "add", "arguments": {}}}]);
+        let messages = [
+            Message::new("user", "add"),
+            Message::new("assistant", "").with("tool_calls", call),
+            Message::new("assistant", "Done."),
+        ];
+        let rendered = |text: &str| Rendered {
+            text: format!("add|{text}|Done."),
+            assistant: vec![4..4 + text.len()],
+            unended: false,
+        };
+        assert!(shows_calls(&messages, 0, &rendered("[add]")));
+        assert!(!shows_calls(&messages, 0, &rendered("")));
+        assert!(shows_calls(&messages, 2, &rendered("")));
+    }
 
     #[test]
     fn a_token_is_trainable_when_it_touches_a_span() {

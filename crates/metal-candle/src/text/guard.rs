@@ -45,6 +45,7 @@ const MADE: &str = "\0made";
 const OPERANDS: &str = "\0operands";
 const ATTRIBUTE: &str = "\0attribute";
 const PRINTED: &str = "\0printed";
+const LOOPED: &str = "\0looped";
 
 /// A template's instructions, ready to be run.
 pub(super) struct Program<'a> {
@@ -100,7 +101,13 @@ pub(super) fn compile<'a>(
         std::thread::Builder::new()
             .stack_size(PARSER_STACK)
             .spawn_scoped(scope, || contained(compile))
-            .map_err(|error| refused(format!("no thread to parse it: {error}")))?
+            .map_err(|error| {
+                refused(format!(
+                    "cannot be read now, as the system gives this process no thread with a stack of {} MiB ({error}); allow it \
+                     more memory or threads (ulimit -v, ulimit -u)",
+                    PARSER_STACK >> 20
+                ))
+            })?
             .join()
             .unwrap_or_else(|_| Err("no reason given".into()))
             .unwrap_or_else(|panic| Err(refused(format!("the parser gave up on it ({panic})"))))
@@ -188,6 +195,10 @@ fn guard<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
                 add(Instruction::LoadConst(Value::from(text.len())));
                 add(filter(PRINTED));
                 add(Instruction::DiscardTop);
+                add(instruction.clone());
+            }
+            Instruction::PushLoop(..) | Instruction::FastRecurse => {
+                add(filter(LOOPED));
                 add(instruction.clone());
             }
             Instruction::Include(..) | Instruction::LoadBlocks | Instruction::ExportLocals => {
@@ -410,6 +421,35 @@ fn attribute(state: &mut State, pair: Value) -> Result<Value, Error> {
     Ok(pair)
 }
 
+/// What a loop goes through. The engine doesn't know how many characters a string has, and `loop.last` would never be.
+fn looped(state: &mut State, value: Value) -> Result<Value, Error> {
+    let Some(text) = value.as_str() else { return Ok(value) };
+    // Counted as it is looked at; each round takes fuel.
+    Budget::of(state).take_work(text.len())?;
+    Ok(Value::make_object_iterable(value, |value| {
+        let mut characters = value.as_str().unwrap_or_default().chars();
+        let count = characters.clone().count();
+        Box::new((0..count).map(move |_| characters.next().map(Value::from).unwrap_or_default()))
+    }))
+}
+
+/// How many there are in a value; none in what isn't defined, as in Python.
+fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() { Ok(0) } else { filters::length(value) }
+}
+
+/// Whether Python could go through a value.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
+}
+
+/// Whether a value has a length and items, which strings and mappings have too.
+fn is_sequence(value: &Value) -> bool {
+    let sequences =
+        [ValueKind::Undefined, ValueKind::String, ValueKind::Bytes, ValueKind::Seq, ValueKind::Map];
+    sequences.contains(&value.kind()) && !is_namespace(value)
+}
+
 fn printed(state: &mut State, length: usize) -> Result<usize, Error> {
     Budget::of(state).take_bytes(length)?;
     Ok(length)
@@ -510,6 +550,8 @@ pub(super) fn before(state: &mut State, name: &str, arguments: &[Value]) -> Resu
             let longest = arguments.iter().skip(1).filter_map(Value::as_str).map(str::len).max();
             places.saturating_mul(widest.saturating_add(longest.unwrap_or(0)))
         }
+        // A character has up to four bytes.
+        "center" | "ljust" | "rjust" | "zfill" => number(1, "width").unwrap_or(0).saturating_mul(4),
         "batch" | "slice" => {
             budget.check_nodes(number(1, "count").unwrap_or(0))?;
             0
@@ -579,6 +621,7 @@ pub(super) fn install(environment: &mut Environment<'static>) {
     environment.add_filter(OPERANDS, operands);
     environment.add_filter(ATTRIBUTE, attribute);
     environment.add_filter(PRINTED, printed);
+    environment.add_filter(LOOPED, looped);
     // It prints everything that there is, and no template of `transformers` has it.
     environment.remove_global("debug");
     add_bounded!(environment.add_function:
@@ -595,8 +638,8 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         "title" = filters::title,
         "capitalize" = filters::capitalize,
         "replace" = filters::replace,
-        "length" = filters::length,
-        "count" = filters::length,
+        "length" = length,
+        "count" = length,
         "dictsort" = filters::dictsort,
         "items" = filters::items,
         "reverse" = filters::reverse,
@@ -608,7 +651,8 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         "d" = filters::default,
         "round" = filters::round,
         "abs" = filters::abs,
-        "int" = filters::int,
+        "int" = super::python::int,
+        "truncate" = super::python::truncate,
         "float" = filters::float,
         "attr" = filters::attr,
         "first" = filters::first,
@@ -655,6 +699,8 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         "in" = tests::is_in,
         "startingwith" = tests::is_startingwith,
         "endingwith" = tests::is_endingwith,
+        "iterable" = is_iterable,
+        "sequence" = is_sequence,
         "lower" = tests::is_lower,
         "upper" = tests::is_upper,
     );

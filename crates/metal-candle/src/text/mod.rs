@@ -3,6 +3,7 @@
 mod guard;
 mod json;
 mod message;
+mod python;
 mod spans;
 mod stream;
 mod template;

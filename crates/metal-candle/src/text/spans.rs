@@ -9,8 +9,12 @@
 //! 2. Prefixes: the turn starts where the conversation before it, rendered with the generation prompt, ends, and ends
 //!    where the conversation up to it ends. Each holds only if that rendering is a prefix of the whole.
 //! 3. Marks, for a start or an end that (2) cannot give because the template rewrites history (drops the reasoning of
-//!    earlier turns): marks around the message's content that, taken out again, must leave the same text. The end is
-//!    extended over the token that ends the turn.
+//!    earlier turns, or moves the system message to the last one): a mark in a message that, taken out again, must leave
+//!    the same text. The turn starts, or ends, as far behind the mark as in the shorter conversation; or else at the
+//!    marks around its content.
+//!
+//! An end is extended over the token that ends the turn where that comes with the next turn only; and where a template
+//! always writes the header of one more turn, that header is no part of the turn before it.
 
 use std::ops::Range;
 
@@ -27,6 +31,9 @@ pub struct Rendered {
     pub text: String,
     /// The byte ranges of `text` that the model wrote, in order, not overlapping.
     pub assistant: Vec<Range<usize>>,
+    /// Whether the last message is the model's and its span ends without a special token, so that nothing in it says
+    /// that the turn is over.
+    pub unended: bool,
 }
 
 impl ChatTemplate {
@@ -97,7 +104,10 @@ impl ChatTemplate {
                 ));
             }
         }
-        Ok(Rendered { text: whole.text, assistant })
+        let last = messages.last().filter(|message| message.is_from_model());
+        let unended = last.is_some()
+            && assistant.last().is_some_and(|span| !turns.ends_with_token(span.start, span.end));
+        Ok(Rendered { text: whole.text, assistant, unended })
     }
 }
 
@@ -143,29 +153,168 @@ impl Turns<'_> {
     }
 
     fn span(&self, index: usize, message: &Message) -> Option<Range<usize>> {
-        let mut start = self.prefix(index, true);
-        let mut end = self.prefix(index + 1, false);
-        // A prefix that has more than the whole has of this turn is no place in this turn.
-        if let (Some(from), Some(to)) = (start, end)
-            && from > to
-        {
-            start = None;
-        }
+        let mut end = self.end_by_prefix(index).or_else(|| self.end_by_mark(index));
+        // What has more than the whole has of this turn gives no place in this turn.
+        let fits = |start: &usize| end.is_none_or(|end| *start <= end);
+        let mut start = self.prefix(index, true).filter(fits);
+        start = start.or_else(|| self.start_by_mark(index, true).filter(fits));
         if start.is_none() || end.is_none() {
-            let marks = self.content(index, message);
-            let from = start.or(marks.as_ref().map(|content| content.start))?;
-            start = Some(from);
-            if end.is_none() {
-                let calls = matches!(message.get("tool_calls"), Some(Value::Array(calls)) if !calls.is_empty());
-                end = if calls {
-                    self.end_after_calls(index, from)
-                } else {
-                    marks.map(|content| self.over_end(content.end))
-                };
+            let content = self.content(index, message);
+            start = start.or(content.as_ref().map(|content| content.start));
+            start = start.or_else(|| self.start_by_mark(index, false).filter(fits));
+            // Calls stand behind the content, and how far they go is not known then.
+            if end.is_none() && !self.shows_calls(index, message) {
+                end = content.map(|content| self.over_end(content.end));
             }
         }
         let (start, end) = (start?, end?);
+        let end = self.over_late_end(start, end);
         (start <= end).then(|| start..self.without_space_after_end(start, end))
+    }
+
+    /// Where the conversation up to this turn ends in the whole, if it renders as a prefix of it but for the header of
+    /// a turn that comes after it.
+    fn end_by_prefix(&self, index: usize) -> Option<usize> {
+        let rendered = self.template.render_marked(self.messages.get(..=index)?, &self.options);
+        let mut text = rendered.ok()?.text;
+        text.truncate(text.len() - self.header_behind(index, &text));
+        self.text.starts_with(&text).then_some(text.len())
+    }
+
+    /// Where the turn starts, by how far that is behind a mark in the message before it; `whole_header` says whether
+    /// that is behind all of the header, which may begin the model's reasoning though no turn of history keeps it.
+    fn start_by_mark(&self, index: usize, whole_header: bool) -> Option<usize> {
+        let before = index.checked_sub(1)?;
+        let options = RenderOptions { add_generation_prompt: true, ..self.options };
+        marked(self.messages.get(before)?).iter().find_map(|message| {
+            let (place, rest) = self.place(before, message)?;
+            let behind = self.behind_mark(before, message, index, &options)?;
+            let header = match whole_header {
+                true => behind.as_str(),
+                false => behind.rsplit_once("<think>")?.0,
+            };
+            rest.starts_with(header).then_some(place + header.len())
+        })
+    }
+
+    /// Where the turn ends, by how far that is behind a mark in its own message. Where the shorter conversation ends
+    /// otherwise, as with one more token, the turn ends at the last end token that both have, or behind calls at the
+    /// first one before the next message.
+    fn end_by_mark(&self, index: usize) -> Option<usize> {
+        let message = self.messages.get(index)?;
+        let shows_calls = self.shows_calls(index, message);
+        marked(message).iter().find_map(|marked| {
+            let (place, rest) = self.place(index, marked)?;
+            let behind = self.behind_mark(index, marked, index + 1, &self.options)?;
+            let behind = behind.get(..behind.len() - self.header_behind(index, &behind))?;
+            if rest.starts_with(behind) {
+                return Some(place + behind.len());
+            }
+            if shows_calls {
+                // Calls stand behind the content, and hold anything.
+                let in_call = marked.get("tool_calls") != message.get("tool_calls");
+                return in_call.then(|| self.end_before_next(index, place))?;
+            }
+            let both = common_start(rest, behind);
+            let tokens = self.template.end_tokens.iter();
+            let ends = tokens.filter_map(|token| Some(both.rfind(token.as_str())? + token.len()));
+            ends.max().map(|end| place + end)
+        })
+    }
+
+    /// The first end of an end token behind a place, which the messages after this one must follow.
+    fn end_before_next(&self, index: usize, place: usize) -> Option<usize> {
+        let rest = self.text.get(place..)?;
+        let tokens = self.template.end_tokens.iter();
+        let end = place
+            + tokens.filter_map(|token| Some(rest.find(token.as_str())? + token.len())).min()?;
+        if index + 1 == self.messages.len() {
+            return Some(end);
+        }
+        let mut later = self.messages.iter().enumerate().skip(index + 1);
+        let next = later.find_map(|(index, message)| {
+            marked(message).iter().find_map(|marked| Some(self.place(index, marked)?.0))
+        })?;
+        (end <= next).then_some(end)
+    }
+
+    /// Where the mark of a message stands in the whole, and what follows there.
+    fn place(&self, index: usize, message: &Message) -> Option<(usize, &str)> {
+        let rendered = self.with_message(index, message, self.messages.len(), &self.options)?;
+        let (before, behind) = rendered.split_once(CONTENT_END)?;
+        let rest = self.text.strip_prefix(before)?;
+        (rest == behind.replace(CONTENT_END, "")).then_some((before.len(), rest))
+    }
+
+    /// What the first `count` messages have behind the mark of one of them.
+    fn behind_mark(
+        &self,
+        index: usize,
+        message: &Message,
+        count: usize,
+        options: &RenderOptions,
+    ) -> Option<String> {
+        let rendered = self.with_message(index, message, count, options)?;
+        let (_, behind) = rendered.split_once(CONTENT_END)?;
+        Some(behind.replace(CONTENT_END, ""))
+    }
+
+    /// Whether the calls of a message are in the text; some templates leave them out.
+    fn shows_calls(&self, index: usize, message: &Message) -> bool {
+        let Some(marked) = marked_call(message) else { return has_calls(message) };
+        self.with_message(index, &marked, self.messages.len(), &self.options)
+            .is_none_or(|rendered| rendered.contains(CONTENT_END))
+    }
+
+    /// The first `count` messages with another one in place of one of them.
+    fn with_message(
+        &self,
+        index: usize,
+        message: &Message,
+        count: usize,
+        options: &RenderOptions,
+    ) -> Option<String> {
+        let mut messages = self.messages.get(..count)?.to_vec();
+        *messages.get_mut(index)? = message.clone();
+        Some(self.template.render_marked(&messages, options).ok()?.text)
+    }
+
+    /// The bytes at the end of a rendering up to a turn that are the header of one more turn, which some templates
+    /// write whether they are asked for it or not. The conversation before the turn ends with the same, then.
+    fn header_behind(&self, index: usize, rendered: &str) -> usize {
+        // Most templates end a turn by its end token.
+        if self
+            .template
+            .end_tokens
+            .iter()
+            .any(|token| rendered.trim_end().ends_with(token.as_str()))
+        {
+            return 0;
+        }
+        let header = || {
+            let messages = self.messages.get(..index)?;
+            let before = self.template.render_marked(messages, &self.options).ok()?.text;
+            let asked = RenderOptions { add_generation_prompt: true, ..self.options };
+            if self.template.render_marked(messages, &asked).ok()?.text != before {
+                return None;
+            }
+            // The turn itself may end as the message before it does, but not what stands behind a mark in it.
+            let behind = marked(self.messages.get(index)?)
+                .iter()
+                .find_map(|message| self.behind_mark(index, message, index + 1, &self.options))?;
+            let both = common_end(rendered, common_end(&before, &behind));
+            let tokens = |tokens: &[String], last: bool| {
+                let places = tokens.iter().filter_map(|token| match last {
+                    true => both.rfind(token.as_str()).map(|place| place + token.len()),
+                    false => both.find(token.as_str()),
+                });
+                if last { places.max() } else { places.min() }
+            };
+            let from = tokens(&self.template.end_tokens, true)
+                .or_else(|| tokens(&self.template.special_tokens, false))?;
+            Some(both.len() - from)
+        };
+        header().unwrap_or(0)
     }
 
     /// Where the content of a message stands in the whole, by rendering with marks around it.
@@ -196,12 +345,6 @@ impl Turns<'_> {
     ) -> Option<Range<usize>> {
         let with_start = |text: &str| {
             Some(format!("{}{CONTENT_START}{}", text.get(..place)?, text.get(place..)?))
-        };
-        let with_end = |text: &str| {
-            let kept = text.trim_end();
-            // The content may be white space only; then the end goes behind all of it.
-            let at = if kept.ends_with(CONTENT_START) { text.len() } else { kept.len() };
-            Some(format!("{}{CONTENT_END}{}", text.get(..at)?, text.get(at..)?))
         };
         let content = match message.get("content")? {
             Value::String(text) => Value::String(with_end(&with_start(text)?)?),
@@ -240,20 +383,101 @@ impl Turns<'_> {
         }
     }
 
-    /// The end of a turn with tool calls, which stand after the content: the first place behind `start` of the special
-    /// token that ends the conversation up to this turn.
-    fn end_after_calls(&self, index: usize, start: usize) -> Option<usize> {
-        let rendered =
-            self.template.render_marked(self.messages.get(..=index)?, &self.options).ok()?.text;
-        let kept = rendered.trim_end();
-        let token =
-            self.template.special_tokens.iter().find(|token| kept.ends_with(token.as_str()))?;
-        Some(start + self.text.get(start..)?.find(token.as_str())? + token.len())
+    /// Extends an end that has no special token over the one directly behind it, which a template may write only where
+    /// another turn follows. Behind a token that begins the next turn stands what the token tells of; behind one that
+    /// ends this turn, the special token that begins the next.
+    fn over_late_end(&self, start: usize, end: usize) -> usize {
+        if self.ends_with_token(start, end) {
+            return end;
+        }
+        let rest = self.text.get(end..).unwrap_or_default();
+        let space = rest.len() - rest.trim_start().len();
+        let ends =
+            |token: &&String| rest.get(space..).is_some_and(|it| it.starts_with(token.as_str()));
+        if let Some(token) = self.template.end_tokens.iter().find(ends) {
+            return end + space + token.len();
+        }
+        let begins = |text: &str| {
+            let mut tokens = self.template.special_tokens.iter();
+            tokens.find(|token| text.starts_with(token.as_str()) && !self.template.is_bos(token))
+        };
+        match begins(rest) {
+            Some(token) => {
+                let next = rest.get(token.len()..).unwrap_or_default().trim_start();
+                let is_end = next.is_empty()
+                    || self.template.special_tokens.iter().any(|it| next.starts_with(it.as_str()));
+                if is_end { end + token.len() } else { end }
+            }
+            None => end,
+        }
+    }
+
+    /// Whether this part of the text has a special token at its end, white space aside.
+    fn ends_with_token(&self, start: usize, end: usize) -> bool {
+        let kept = self.text.get(start..end).unwrap_or_default().trim_end();
+        self.template.special_tokens.iter().any(|token| kept.ends_with(token.as_str()))
     }
 
     fn without_space_after_end(&self, start: usize, end: usize) -> usize {
-        let kept = self.text.get(start..end).unwrap_or_default().trim_end();
-        let ends = self.template.special_tokens.iter().any(|token| kept.ends_with(token.as_str()));
-        if ends { start + kept.len() } else { end }
+        match self.ends_with_token(start, end) {
+            true => start + self.text.get(start..end).unwrap_or_default().trim_end().len(),
+            false => end,
+        }
     }
+}
+
+fn has_calls(message: &Message) -> bool {
+    matches!(message.get("tool_calls"), Some(Value::Array(calls)) if !calls.is_empty())
+}
+
+/// A message with a mark in it, in each place that may do: the name of its last call, the end of its content.
+fn marked(message: &Message) -> Vec<Message> {
+    let in_content = || {
+        let mut content = message.get("content")?.clone();
+        match &mut content {
+            Value::String(text) => *text = with_end(text)?,
+            Value::Array(parts) => {
+                let text = parts.last_mut()?.get_mut("text")?;
+                *text = Value::String(with_end(text.as_str()?)?);
+            }
+            _ => return None,
+        }
+        Some(message.clone().with("content", content))
+    };
+    marked_call(message).into_iter().chain(in_content()).collect()
+}
+
+/// A message with a mark in the name of its last call.
+fn marked_call(message: &Message) -> Option<Message> {
+    let mut calls = message.get("tool_calls")?.as_array()?.clone();
+    let call = calls.last_mut()?.as_object_mut()?;
+    let function = match call.contains_key("function") {
+        true => call.get_mut("function")?.as_object_mut()?,
+        false => call,
+    };
+    let name = format!("{CONTENT_END}{}", function.get("name")?.as_str()?);
+    function.insert("name".into(), Value::String(name));
+    Some(message.clone().with("tool_calls", Value::Array(calls)))
+}
+
+/// A text with a mark at its end, inside the outer white space, so that a template's trim still does what it did.
+fn with_end(text: &str) -> Option<String> {
+    let kept = text.trim_end();
+    // The content may be white space only; then the end goes behind all of it.
+    let at = if kept.is_empty() || kept.ends_with(CONTENT_START) { text.len() } else { kept.len() };
+    Some(format!("{}{CONTENT_END}{}", text.get(..at)?, text.get(at..)?))
+}
+
+/// The longest start that both texts have.
+fn common_start<'a>(text: &'a str, other: &str) -> &'a str {
+    let same = text.chars().zip(other.chars()).take_while(|(a, b)| a == b);
+    let length = same.map(|(character, _)| character.len_utf8()).sum::<usize>();
+    text.get(..length).unwrap_or_default()
+}
+
+/// The longest end that both texts have.
+fn common_end<'a>(text: &'a str, other: &str) -> &'a str {
+    let same = text.chars().rev().zip(other.chars().rev()).take_while(|(a, b)| a == b);
+    let length = same.map(|(character, _)| character.len_utf8()).sum::<usize>();
+    text.get(text.len() - length..).unwrap_or_default()
 }

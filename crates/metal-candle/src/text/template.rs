@@ -12,8 +12,7 @@ use std::sync::LazyLock;
 
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::from_args;
-use minijinja::{AutoEscape, Environment, ErrorKind, State, Value, machinery};
+use minijinja::{AutoEscape, Environment, ErrorKind, Value, machinery};
 use regex::{Captures, Regex};
 use self_cell::self_cell;
 use serde_json::Map;
@@ -21,6 +20,7 @@ use serde_json::Map;
 use super::guard::{self, Program};
 use super::json::to_template_value;
 use super::message::Message;
+use super::python::python_method;
 use crate::files::cut_to;
 use crate::foreign::contained;
 use crate::hash::Hash;
@@ -144,7 +144,7 @@ impl ChatTemplate {
                     let engine = Err(format!("{origin}: {message}"));
                     return Named { name, engine, has_blocks: false };
                 }
-                let (source, has_blocks) = mark_generation_blocks(&source);
+                let (source, has_blocks) = mark_generation_blocks(&as_python_reads(&source));
                 Named { name, engine: compile(&origin, source), has_blocks }
             })
             .collect();
@@ -188,6 +188,11 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String> {
         self.check_marks(messages, options)?;
         Ok(self.render_marked(messages, options)?.text)
+    }
+
+    /// Whether a token begins texts.
+    pub(super) fn is_bos(&self, token: &str) -> bool {
+        self.special_variables.iter().any(|(name, text)| name == "bos_token" && text == token)
     }
 
     /// Whether the template that these options choose says itself what the model writes.
@@ -409,6 +414,122 @@ fn holds_mark(value: &serde_json::Value) -> bool {
     }
 }
 
+/// Rewrites what the engine reads otherwise than Jinja: the escapes of Python in strings, and a newline behind
+/// `{% raw %}`, which stays. Every line keeps its number.
+fn as_python_reads(source: &str) -> String {
+    static RAW: LazyLock<Regex> = LazyLock::new(|| {
+        Regex::new(r"\A\{%[-+]?\s*raw\s*(?<right>[-+]?)%\}").expect("the expression is a constant")
+    });
+    static END_RAW: LazyLock<Regex> = LazyLock::new(|| {
+        Regex::new(r"\{%[-+]?\s*endraw\s*[-+]?%\}").expect("the expression is a constant")
+    });
+    // Jinja reads every kind of line end as a newline.
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let mut rewritten = String::with_capacity(source.len());
+    let mut rest = source.as_str();
+    while let Some(open) = rest.find('{') {
+        let (before, tag) = rest.split_at(open);
+        rewritten.push_str(before);
+        let length = if tag.starts_with("{#") {
+            tag.get(2..).and_then(|text| text.find("#}")).map_or(tag.len(), |place| 2 + place)
+        } else if let Some(captures) = RAW.captures(tag) {
+            let begin = captures.get(0).map_or(0, |whole| whole.end());
+            if captures.name("right").is_some_and(|right| right.is_empty()) {
+                // The engine keeps the newline behind `+%}` only.
+                rewritten.push_str(tag.get(..begin - 2).unwrap_or_default());
+                rewritten.push_str("+%}");
+                rest = tag.get(begin..).unwrap_or_default();
+                let length = END_RAW.find(rest).map_or(rest.len(), |end| end.end());
+                let (raw, behind) = rest.split_at(length);
+                rewritten.push_str(raw);
+                rest = behind;
+                continue;
+            }
+            END_RAW.find(tag).map_or(tag.len(), |end| end.end())
+        } else if tag.starts_with("{{") || tag.starts_with("{%") {
+            rest = with_python_strings(tag, &mut rewritten);
+            continue;
+        } else {
+            1
+        };
+        let (same, behind) = tag.split_at(length);
+        rewritten.push_str(same);
+        rest = behind;
+    }
+    rewritten.push_str(rest);
+    rewritten
+}
+
+/// Writes a tag with its strings' escapes rewritten, and gives what stands behind the tag.
+fn with_python_strings<'a>(tag: &'a str, rewritten: &mut String) -> &'a str {
+    let end = if tag.starts_with("{{") { "}}" } else { "%}" };
+    let mut rest = tag.get(2..).unwrap_or_default();
+    rewritten.push_str(tag.get(..2).unwrap_or_default());
+    let mut open = 0usize;
+    while let Some(character) = rest.chars().next() {
+        if open == 0 && rest.starts_with(end) {
+            break;
+        }
+        rest = rest.get(character.len_utf8()..).unwrap_or_default();
+        rewritten.push(character);
+        match character {
+            '(' | '[' | '{' => open += 1,
+            ')' | ']' | '}' => open = open.saturating_sub(1),
+            '"' | '\'' => rest = with_python_escapes(rest, character, rewritten),
+            _ => {}
+        }
+    }
+    rest
+}
+
+/// Writes a string up to and with its quote, with those of Python's escapes that the engine reads otherwise written as
+/// what they stand for; gives what stands behind it.
+fn with_python_escapes<'a>(text: &'a str, quote: char, rewritten: &mut String) -> &'a str {
+    let mut joined_lines = 0;
+    let mut rest = text;
+    while let Some(place) = rest.find([quote, '\\']) {
+        let (before, behind) = rest.split_at(place);
+        rewritten.push_str(before);
+        rest = behind.get(1..).unwrap_or_default();
+        if behind.starts_with(quote) {
+            rewritten.push(quote);
+            // Newlines that the string lost, so that lines keep their numbers.
+            rewritten.push_str(&"\n".repeat(joined_lines));
+            return rest;
+        }
+        let Some(escape) = rest.chars().next() else { break };
+        rest = rest.get(escape.len_utf8()..).unwrap_or_default();
+        match escape {
+            '\n' => joined_lines += 1,
+            'a' => rewritten.push_str("\\x07"),
+            'v' => rewritten.push_str("\\x0b"),
+            '/' => rewritten.push_str("\\\\/"),
+            'U' => {
+                let digits = rest.get(..8).unwrap_or_default();
+                match u32::from_str_radix(digits, 16).ok().and_then(char::from_u32) {
+                    // A quote or backslash keeps its meaning.
+                    Some(character) if character.is_ascii() => {
+                        let _ = write!(rewritten, "\\x{:02x}", u32::from(character));
+                    }
+                    Some(character) => rewritten.push(character),
+                    // The engine refuses this, as Python does that.
+                    None => {
+                        rewritten.push_str("\\uU");
+                        continue;
+                    }
+                }
+                rest = rest.get(8..).unwrap_or_default();
+            }
+            other => {
+                rewritten.push('\\');
+                rewritten.push(other);
+            }
+        }
+    }
+    rewritten.push_str(rest);
+    ""
+}
+
 /// Rewrites `{% generation %}` and `{% endgeneration %}` to statements the engine knows that print a mark.
 ///
 /// Each becomes two statements with the mark between them: the first keeps the tag's left white space control and the
@@ -421,10 +542,8 @@ fn mark_generation_blocks(source: &str) -> (String, bool) {
         )
         .expect("the expression is a constant")
     });
-    // Jinja reads every kind of line end as a newline.
-    let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut found = false;
-    let marked = TAGS.replace_all(&source, |captures: &Captures| {
+    let marked = TAGS.replace_all(source, |captures: &Captures| {
         let part = |name: &str| captures.name(name).map_or("", |part| part.as_str());
         let (left, right) = (part("left"), part("right"));
         if part("tag").is_empty() {
@@ -465,65 +584,5 @@ fn split_blocks(rendered: &str) -> Result<Marked> {
         Some(_) => Err(Error::Template(
             "a generation block's end was cut away from the rendered text".into(),
         )),
-    }
-}
-
-/// Python's methods of strings, lists and dicts, beyond those of `minijinja_contrib::pycompat`.
-fn python_method(
-    state: &mut State,
-    value: &Value,
-    method: &str,
-    arguments: &[Value],
-) -> std::result::Result<Value, minijinja::Error> {
-    let Some(text) = value.as_str() else {
-        return minijinja_contrib::pycompat::unknown_method_callback(
-            state, value, method, arguments,
-        );
-    };
-    match method {
-        "removeprefix" => {
-            let (prefix,): (&str,) = from_args(arguments)?;
-            Ok(Value::from(text.strip_prefix(prefix).unwrap_or(text)))
-        }
-        "removesuffix" => {
-            let (suffix,): (&str,) = from_args(arguments)?;
-            Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)))
-        }
-        "partition" | "rpartition" => {
-            let (separator,): (&str,) = from_args(arguments)?;
-            if separator.is_empty() {
-                return Err(minijinja::Error::new(
-                    ErrorKind::InvalidOperation,
-                    format!("{method}: empty separator"),
-                ));
-            }
-            let found = if method == "partition" {
-                text.split_once(separator)
-            } else {
-                text.rsplit_once(separator)
-            };
-            let parts = match found {
-                Some((before, after)) => [before, separator, after],
-                None if method == "partition" => [text, "", ""],
-                None => ["", "", text],
-            };
-            Ok(parts.into_iter().map(Value::from).collect())
-        }
-        "rsplit" => {
-            let (separator, most): (&str, Option<i64>) = from_args(arguments)?;
-            if separator.is_empty() {
-                return Err(minijinja::Error::new(
-                    ErrorKind::InvalidOperation,
-                    "rsplit: empty separator",
-                ));
-            }
-            let mut parts: Vec<&str> = match most.and_then(|most| usize::try_from(most).ok()) {
-                Some(most) => text.rsplitn(most.saturating_add(1), separator).collect(),
-                None => text.rsplit(separator).collect(),
-            };
-            parts.reverse();
-            Ok(parts.into_iter().map(Value::from).collect())
-        }
-        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments),
     }
 }

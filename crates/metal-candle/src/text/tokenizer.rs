@@ -4,6 +4,7 @@
 //! |---|---|
 //! | vocabulary, merges, normalisation | `tokenizer.json` |
 //! | `bos_token`, `eos_token`, `pad_token`, `unk_token`, ... | `tokenizer_config.json`, then `special_tokens_map.json` |
+//! | more tokens that templates know by name | `extra_special_tokens`, when it is an object, and all keys that end in `_token` in `tokenizer_config.json` |
 //! | chat templates | `chat_template.jinja` and `additional_chat_templates/*.jinja`, then `chat_template` in `tokenizer_config.json`, then `chat_template.json` |
 //! | token ids that end a generation | `eos_token_id` (one or a list) in `generation_config.json`, then in `config.json`, then the id of `eos_token` |
 //! | ids of the beginning and of padding | `bos_token_id`, `pad_token_id` in the same order |
@@ -36,6 +37,10 @@ const MOST_GROWTH: f64 = 1024.0;
 /// The special tokens templates know by name.
 const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// The key of `tokenizer_config.json` with more of them: an object from names to tokens, or a list of tokens without
+/// names.
+const EXTRA_TOKENS: &str = "extra_special_tokens";
 
 /// Token ids, and for each the bytes `start..end` of the text that it stands for.
 pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
@@ -108,6 +113,7 @@ impl Tokenizer {
                 named.push((name.to_string(), token));
             }
         }
+        named.extend(more_named_tokens(&sources.tokenizer_config)?);
 
         let id_of = |name: &str| {
             named
@@ -614,6 +620,23 @@ fn token_text(source: &Source, name: &str) -> Result<Option<String>> {
             format!("{name:?} is {}, expected a string or an object with \"content\"", kind(other)),
         )),
     }
+}
+
+/// The special tokens that the configuration names beside the usual ones, such as `image_token`.
+fn more_named_tokens(source: &Source) -> Result<Vec<(String, String)>> {
+    let is_token = |value: &Value| value.get("content").unwrap_or(value).is_string();
+    let mut fields = source.fields.clone();
+    fields.retain(|name, value| name.ends_with("_token") && is_token(value));
+    if let Some(Value::Object(more)) = source.fields.get(EXTRA_TOKENS) {
+        fields.extend(more.clone());
+    }
+    fields.retain(|name, _| !NAMED_TOKENS.contains(&name.as_str()));
+    let extra = Source { path: source.path.clone(), fields };
+    let tokens = extra
+        .fields
+        .keys()
+        .map(|name| Ok(token_text(&extra, name)?.map(|token| (name.clone(), token))));
+    tokens.filter_map(Result::transpose).collect()
 }
 
 /// One token id or a list of them; `None` when the key is absent, null, or an empty list.

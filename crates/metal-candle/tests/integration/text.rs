@@ -488,6 +488,102 @@ fn prefixes_and_marks_give_the_same_spans() {
     }
 }
 
+/// The spans of a conversation under a template of one's own, and whether it ends without a token that ends the turn.
+fn spans_of(source: &str, conversation: Value) -> (Vec<String>, bool) {
+    let mut tokenizer = tokenizer("tokenizer");
+    tokenizer.set_chat_template(source).unwrap();
+    let template = tokenizer.require_chat_template().unwrap();
+    let rendered =
+        template.render_with_spans(&messages(conversation), &RenderOptions::default()).unwrap();
+    let text = |span: &Range<usize>| rendered.text[span.clone()].to_string();
+    (rendered.assistant.iter().map(text).collect(), rendered.unended)
+}
+
+/// A question, a call, its result, and an answer, twice.
+fn calls() -> Value {
+    let call = |name: &str| json!([{"type": "function", "function": {"name": name, "arguments": {"a": 1}}}]);
+    json!([
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "tool_calls": call("add")},
+        {"role": "tool", "content": "one"},
+        {"role": "assistant", "content": "It is one."},
+        {"role": "user", "content": "Now?"},
+        {"role": "assistant", "tool_calls": call("now")},
+        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "Two."},
+    ])
+}
+
+const CALL: &str = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments|tojson }}]{% endfor %}";
+
+const CALLS: [&str; 4] = [
+    "[add {\"a\": 1}]<|im_end|>",
+    "It is one.<|im_end|>",
+    "[now {\"a\": 1}]<|im_end|>",
+    "Two.<|im_end|>",
+];
+
+#[test]
+fn a_header_that_is_always_written_is_in_no_span() {
+    let source = format!(
+        "{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}}}{CALL}{{{{ '<|im_end|>\\n' }}}}{{% endfor %}}{{{{ '<|im_start|>assistant\\n' }}}}"
+    );
+    assert_eq!(spans_of(&source, calls()), (CALLS.map(String::from).to_vec(), false));
+    let same = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]);
+    assert_eq!(spans_of(&source, same.clone()).0, ["Hi<|im_end|>"]);
+    // Here the end of a turn isn't among the tokens that end a generation.
+    let other = source.replace("<|im_end|>", "<|eot_id|>");
+    assert_eq!(spans_of(&other, same).0, ["Hi<|eot_id|>"]);
+}
+
+#[test]
+fn an_end_token_that_comes_with_the_next_turn_is_learned() {
+    let between = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    // The last turn has no end, which is said.
+    let expected = [" 1 東京 <|im_end|>", "2\n"].map(String::from).to_vec();
+    assert_eq!(spans_of(between, conversation()), (expected, true));
+    // Where turns have no end, the token that begins the next is none.
+    let none = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let expected = [" 1 東京 ", "2\n"].map(String::from).to_vec();
+    assert_eq!(spans_of(none, conversation()), (expected, true));
+    let always = none.replace("{% endfor %}", "<|im_end|>\n{% endfor %}");
+    assert!(!spans_of(&always, conversation()).1);
+}
+
+#[test]
+fn spans_hold_calls_where_the_system_message_moves() {
+    // The system message stands with the last question, so no shorter conversation is a prefix of a longer one.
+    let source = format!(
+        "{{% set asked = messages|selectattr('role', 'equalto', 'user')|list %}}{{% for m in messages[1:] %}}{{% if m.role == 'assistant' %}}{{{{ m.content or '' }}}}{CALL}<|im_end|>{{% else %}}[INST]{{% if m == asked[-1] %}}{{{{ messages[0].content }}}} {{% endif %}}{{{{ m.content }}}}[/INST]{{% endif %}}{{% endfor %}}"
+    );
+    assert_eq!(spans_of(&source, calls()).0, CALLS);
+}
+
+#[test]
+fn spans_end_where_the_last_turn_is_written_otherwise() {
+    let turns = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}";
+    let end = "<|im_end|>{{ '\\n' }}{% endfor %}";
+    // The number of a call is left out in the last turn.
+    let numbered = format!(
+        "{turns}{CALL}{{% if m.tool_calls and not loop.last %}}#1{{% endif %}}{end}{{{{ '<|im_start|>assistant\\n' if add_generation_prompt }}}}"
+    );
+    let expected = CALLS.map(|span| span.replace("]<", "]#1<"));
+    assert_eq!(spans_of(&numbered, calls()).0, expected);
+    // The header begins the reasoning, which calls don't have.
+    let thinking = numbered.replace("assistant\\n' if", "assistant\\n<think>\\n' if");
+    assert_eq!(spans_of(&thinking, calls()).0, expected);
+    // Another token ends the text, and calls are left out.
+    let ended = format!(
+        "{turns}{end}{{{{ '<|im_start|>assistant\\n' if add_generation_prompt else '<|endoftext|>' }}}}"
+    );
+    let expected =
+        ["<|im_end|>", "It is one.<|im_end|>", "<|im_end|>", "Two.<|im_end|>\n<|endoftext|>"];
+    let mut calls = calls();
+    calls[6]["content"] = json!("");
+    assert_eq!(spans_of(&ended, calls).0, expected);
+}
+
 #[test]
 fn marks_of_spans_are_refused_in_a_conversation() {
     let tokenizer = tokenizer("tokenizer");
@@ -538,6 +634,152 @@ fn generation_tags_keep_their_white_space_control() {
     }
     assert!(tokenizer.set_chat_template("{% generation %}").is_err());
     assert!(tokenizer.set_chat_template("{% endgeneration %}").is_err());
+}
+
+/// Renders a template of one's own for one message.
+fn rendered(source: &str) -> String {
+    let mut tokenizer = tokenizer("tokenizer");
+    tokenizer.set_chat_template(source).unwrap();
+    let template = tokenizer.require_chat_template().unwrap();
+    template.render(&[Message::new("user", "x")], &RenderOptions::default()).unwrap()
+}
+
+#[test]
+fn values_are_what_jinja2_says_they_are() {
+    for (source, expected) in [
+        (
+            "{{ none is iterable }}{{ 'a' is iterable }}{{ nothing is iterable }}{{ 1 is iterable }}",
+            "FalseTrueTrueFalse",
+        ),
+        (
+            "{{ 'a' is sequence }}{{ {} is sequence }}{{ [] is sequence }}{{ nothing is sequence }}",
+            "TrueTrueTrueTrue",
+        ),
+        (
+            "{{ none is sequence }}{{ 1 is sequence }}{{ namespace() is sequence }}",
+            "FalseFalseFalse",
+        ),
+        ("{% if tools is iterable and tools|length > 0 %}tools{% endif %}none", "none"),
+        ("{{ messages[0].missing|length }}{{ nothing|count }}{{ 'ab'|length }}", "002"),
+    ] {
+        assert_eq!(rendered(source), expected, "{source}");
+    }
+}
+
+#[test]
+fn methods_and_filters_of_python_are_there() {
+    for (source, expected) in [
+        ("{{ 'x'|int }}{{ '7'|int }}{{ '7.9'|int }}{{ none|int }}{{ [1]|int }}", "07700"),
+        ("{{ 'x'|int(3) }}{{ 'x'|int(default=5) }}{{ '1f'|int(0, 16) }}", "3531"),
+        ("{{ 'a b c d e'|truncate(5) }}|{{ 'hello big world'|truncate(9) }}", "a b c d e|hello..."),
+        (
+            "{{ 'hello big world'|truncate(9, true) }}|{{ 'hello big world'|truncate(9, false, '..', leeway=0) }}",
+            "hello ...|hello..",
+        ),
+        ("{{ 'ab'.zfill(5) }}{{ '-7'.zfill(4) }}{{ 'ab'.zfill(-1) }}", "000ab-007ab"),
+        ("{{ 'ab'.center(5, '*') }} {{ 'abc'.center(6, '*') }}", "**ab* *abc**"),
+        ("{{ 'ä'.ljust(3) }}|{{ 'ä'.rjust(3, '.') }}", "ä  |..ä"),
+        ("{{ {'a': 1}.copy() }}{{ messages[0].copy().role }}", "{'a': 1}user"),
+    ] {
+        assert_eq!(rendered(source), expected, "{source}");
+    }
+}
+
+#[test]
+fn what_strings_are_looped_over_or_made_of_is_bounded() {
+    let loops = "{% set x = 'x' * 4000 * (messages|length) * 2000 %}{% for a in range(90000) %}{% for c in x %}{% break %}{% endfor %}{% endfor %}";
+    let recursive =
+        "{% for a in ['x' * 4000] recursive %}{{ loop(a * 2000) }}{{ loop(a) }}{% endfor %}";
+    let paddings =
+        ["center", "ljust", "rjust", "zfill"].map(|pad| format!("{{{{ 'a'.{pad}(10000000) }}}}"));
+    for source in [loops, recursive].into_iter().chain(paddings.iter().map(String::as_str)) {
+        let mut tokenizer = tokenizer("tokenizer");
+        tokenizer.set_chat_template(source).unwrap();
+        let template = tokenizer.require_chat_template().unwrap();
+        let outcome = template.render(&[Message::new("user", "x")], &RenderOptions::default());
+        assert!(outcome.is_err(), "{source}");
+    }
+    // Rewriting literals goes through a source once, whatever it leaves open.
+    let mut tokenizer = tokenizer("tokenizer");
+    for again in ["{% raw %}", "{#", "{{ '", "{{ '\\\n", "{{ (", "{% '\\U"] {
+        let _ = tokenizer.set_chat_template(&again.repeat((256 << 10) / again.len()));
+    }
+}
+
+#[test]
+fn a_loop_over_a_string_knows_its_length() {
+    for (source, expected) in [
+        ("{% for c in 'äbc' %}{{ c }}{% if not loop.last %},{% endif %}{% endfor %}", "ä,b,c"),
+        ("{% for c in 'äb' %}{{ loop.length }}{{ loop.revindex }}{% endfor %}", "2221"),
+        ("{% for c in 'abc' if c != 'b' %}{{ c }}{{ loop.length }}{% endfor %}", "a2c2"),
+        ("{% for c in '' %}{{ c }}{% else %}empty{% endfor %}", "empty"),
+        (
+            "{% for c in ['ab'] recursive %}{{ loop.length }}{% if c|length > 1 %}{{ loop(c) }}{% endif %}{% endfor %}",
+            "122",
+        ),
+    ] {
+        assert_eq!(rendered(source), expected, "{source}");
+    }
+}
+
+#[test]
+fn strings_have_the_escapes_of_python() {
+    for (source, expected) in [
+        ("{{ \"one \\\ntwo\" }}", "one two"),
+        (r"{{ '\U0001F642\U00000027\U0000005C' }}", "\u{1f642}'\\"),
+        (r"{{ '\a\v\x41\101\u00e9\t' }}", "\u{7}\u{b}AAé\t"),
+        (r#"{{ '\/' }}{{ "\d\\/" }}"#, r"\/\d\/"),
+        (r#"{{ '\'}}' }}{{ {'a': {'b': "\/"}}['a']['b'] }}"#, r"'}}\/"),
+        // Only strings have escapes.
+        (r#"{# '\/ #}don't "\/" {% raw %}{{ '\/' }}{% endraw %}"#, r#"don't "\/" {{ '\/' }}"#),
+    ] {
+        assert_eq!(rendered(source), expected, "{source}");
+    }
+    let mut tokenizer = tokenizer("tokenizer");
+    let message = tokenizer.set_chat_template("{{ '\\\n' }}\n{{ 1 + }}").unwrap_err().to_string();
+    assert!(message.contains("line 3"), "{message}");
+    assert!(tokenizer.set_chat_template(r"{{ '\U0001' }}").is_err());
+}
+
+#[test]
+fn a_newline_behind_raw_stays() {
+    for (source, expected) in [
+        ("a{% raw %}\nb{% endraw %}\nc", "a\nbc"),
+        ("a{%- raw -%}\n b{% endraw %}", "ab"),
+        ("{% raw %}\n\n{{ x }}{% endraw %}", "\n\n{{ x }}"),
+    ] {
+        assert_eq!(rendered(source), expected, "{source:?}");
+    }
+}
+
+#[test]
+fn templates_know_the_tokens_that_the_configuration_names() {
+    let folder = copy_of("tokenizer");
+    let path = folder.path().join("tokenizer_config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["extra_special_tokens"] =
+        json!({"image_token": "<|im_start|>", "audio": {"content": "<a>"}});
+    config["video_token"] = json!("<v>");
+    config["add_bos_token"] = json!(false);
+    std::fs::write(&path, config.to_string()).unwrap();
+    std::fs::write(
+        folder.path().join("chat_template.jinja"),
+        "{{ image_token }}{{ audio }}{{ video_token }}{{ add_bos_token }}",
+    )
+    .unwrap();
+    let render = || {
+        let tokenizer = Tokenizer::load(folder.path())?;
+        let template = tokenizer.require_chat_template()?;
+        template.render(&[Message::new("user", "x")], &RenderOptions::default())
+    };
+    assert_eq!(render().unwrap(), "<|im_start|><a><v>");
+    config["extra_special_tokens"] = json!(["<a>"]);
+    std::fs::write(&path, config.to_string()).unwrap();
+    assert_eq!(render().unwrap(), "<v>");
+    config["extra_special_tokens"] = json!({"image_token": 3});
+    std::fs::write(&path, config.to_string()).unwrap();
+    let message = render().unwrap_err().to_string();
+    assert!(message.contains("tokenizer_config.json: \"image_token\" is a number"), "{message}");
 }
 
 #[test]
