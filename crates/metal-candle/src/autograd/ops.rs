@@ -3,7 +3,7 @@
 
 use super::{Tape, Value};
 use crate::Result;
-use candle_core::{D, DType, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 use metal_candle_kernels::cross_entropy::Targets;
 use metal_candle_kernels::quantized::{Quantized, Weight};
 use metal_candle_kernels::{

@@ -123,7 +123,7 @@ pub fn compare(source: Side, exported: Side, samples: &Samples) -> Result<Compar
         problem.message += &format!("; {different} of {} texts differ", texts.len());
     }
     problems.extend(compare_ends(source.tokenizer, exported.tokenizer));
-    let longest = [source, exported].map(|side| side.model.config().max_position_embeddings);
+    let longest = [source, exported].map(|side| side.model.config().context());
     let longest = longest.into_iter().fold(LONGEST, usize::min);
     sequences.iter_mut().for_each(|ids| ids.truncate(longest));
     sequences.retain(|ids| ids.len() > 1);

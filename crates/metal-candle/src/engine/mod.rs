@@ -986,7 +986,7 @@ fn usual_blocks(
         let needed = |model| PagedCache::bytes(model, &layers, size, options.cache_dtype) as f64;
         Ok(models(model, options).map(needed).sum::<f64>() <= bytes)
     };
-    let context = model.config().max_position_embeddings;
+    let context = model.config().context();
     let useful = context.div_ceil(size).saturating_mul(options.max_sequences);
     // The most that fit, between `least` and `most`.
     let (mut least, mut most) = (0, useful);

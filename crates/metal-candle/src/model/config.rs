@@ -20,7 +20,7 @@ use candle_core::DType;
 use serde_json::Value;
 
 pub use super::families::Architecture;
-use super::rope::RopeConfig;
+use super::rope::{RopeConfig, RopeScaling};
 use keys::Keys;
 pub use metal_candle_kernels::glu::Activation;
 use ropes::RopeShape;
@@ -161,6 +161,23 @@ impl Config {
     /// As [`Self::load`].
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         Self::from_value(files::read_json(path.as_ref())?, path.as_ref())
+    }
+
+    /// How many tokens a text may have: `max_position_embeddings`, or what the rope of all layers, linear or YaRN's, stretches
+    /// the context to, as files of such models often have the length before.
+    pub fn context(&self) -> usize {
+        let longest = self.max_position_embeddings;
+        let stretched = match self.ropes.as_slice() {
+            [RopeConfig { scaling: RopeScaling::Linear { factor }, .. }] => longest as f64 * factor,
+            [
+                RopeConfig {
+                    scaling: RopeScaling::Yarn { factor, original_max_position_embeddings, .. },
+                    ..
+                },
+            ] => *original_max_position_embeddings as f64 * factor,
+            _ => return longest,
+        };
+        longest.max((stretched as usize).min(MAX_POSITIONS))
     }
 
     /// Reads the content of a `config.json`.

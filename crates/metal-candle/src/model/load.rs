@@ -211,12 +211,29 @@ impl Stored {
         }
     }
 
+    /// Whether a tensor has nothing but zeros.
+    fn is_zero(&self, name: &str) -> bool {
+        let Self::Folder { weights, .. } = self else { return false };
+        let Some(shape) = weights.shape(name) else { return false };
+        let largest = weights
+            .tensor(name, shape, DType::F32, &Device::Cpu)
+            .and_then(|numbers| Ok(numbers.abs()?.max_all()?.to_scalar::<f32>()?));
+        largest.is_ok_and(|largest| largest == 0.0)
+    }
+
     fn files(&self) -> Vec<PathBuf> {
         match self {
             Self::Folder { weights, .. } => weights.files().map(Path::to_path_buf).collect(),
             Self::Gguf { file, .. } => vec![file.path().to_path_buf()],
         }
     }
+}
+
+/// Whether a tensor is the scale of a KV cache in 8 bits.
+fn is_of_cache(name: &&str) -> bool {
+    ["k_scale", "v_scale", "q_scale", "kv_scale"]
+        .iter()
+        .any(|scale| name.strip_suffix(scale).is_some_and(|path| path.ends_with('.')))
 }
 
 /// How a GGUF file stores a tensor of this shape.
@@ -344,8 +361,18 @@ impl<'f> Files<'f> {
         // Written by some tools although they can be derived or, with tied embeddings, are the embedding again.
         let is_again =
             |name: &&str| name.ends_with("rotary_emb.inv_freq") || name.contains(Model::HEAD);
-        let unread: Vec<&str> =
+        let mut unread: Vec<&str> =
             self.weights.unread().into_iter().filter(|name| !is_again(name)).collect();
+        let all = unread.len();
+        unread.retain(|name| !is_of_cache(name));
+        if unread.len() < all {
+            tracing::warn!(
+                "{}: the scales of a KV cache in 8 bits are left alone: the cache keeps numbers as --cache-dtype says",
+                self.path.display()
+            );
+        }
+        // Programs for GPTQ gave each matrix one.
+        unread.retain(|name| !(name.ends_with(".bias") && self.weights.is_zero(name)));
         if let Some(first) = unread.first() {
             return Err(Error::file(
                 self.path,

@@ -309,7 +309,7 @@ fn memory_never_exceeds_the_pool() {
     // Without an option it follows from the memory that is free, and from what can be of use.
     let usual = EngineOptions { cache_tokens: None, max_sequences: 3, ..options(1) };
     let engine = Engine::new(&model, Some(&tokenizer), usual).unwrap();
-    let context = model.config().max_position_embeddings;
+    let context = model.config().context();
     assert_eq!(engine.statistics().blocks, 3 * context.div_ceil(BLOCK));
 }
 

@@ -1244,6 +1244,30 @@ fn a_head_unlike_the_embedding_is_read_although_the_configuration_ties_them() {
 }
 
 #[test]
+fn tensors_that_change_nothing_are_left_alone_and_others_are_refused() {
+    let written = tempfile::tempdir().unwrap();
+    std::fs::copy(folder("llama").join("config.json"), written.path().join("config.json")).unwrap();
+    let own = tensors(folder("llama").join("model.safetensors"));
+    let layer = "model.layers.0";
+    let number = |number: f32| Tensor::full(number, 3, &Device::Cpu).unwrap();
+    for (name, number, is_refused) in [
+        (format!("{layer}.mlp.down_proj.bias"), number(0.0), false),
+        (format!("{layer}.mlp.down_proj.bias"), number(0.5), true),
+        (format!("{layer}.self_attn.k_scale"), number(0.5), false),
+        (format!("{layer}.self_attn.v_proj.v_scale"), number(0.5), false),
+        (format!("{layer}.self_attn.rank_scale"), number(0.0), true),
+    ] {
+        let mut weights = own.clone();
+        weights.insert(name.clone(), number);
+        candle_core::safetensors::save(&weights, written.path().join("model.safetensors")).unwrap();
+        match Model::load(written.path(), DType::F32, &Device::Cpu) {
+            Ok(_) => assert!(!is_refused, "{name}"),
+            Err(error) => assert!(is_refused && error.to_string().contains(&name), "{error}"),
+        }
+    }
+}
+
+#[test]
 fn what_cannot_be_trained_of_the_tables_is_refused_by_name() {
     use metal_candle::adapter::StartFrom;
     let names = |names: &[&str]| names.iter().map(|it| it.to_string()).collect::<Vec<_>>();

@@ -88,6 +88,11 @@ const ROPE_KEYS: [&str; 16] = [
     "truncate",
 ];
 
+/// Keys of published files that transformers doesn't read, and so don't count here, either: what the factor of YaRN's cosines
+/// and sines is multiplied by in other programs, and whether a model was trained with its rope.
+const IGNORED_KEYS: [&str; 2] = [ATTN_FACTOR, "finetuned"];
+const ATTN_FACTOR: &str = "attn_factor";
+
 /// The one rope of most families.
 pub(crate) fn one_rope(keys: Keys, shape: RopeShape) -> Result<Vec<RopeConfig>> {
     let empty = Map::new();
@@ -162,7 +167,9 @@ pub(crate) fn scaling(
     original_max_position_embeddings: usize,
 ) -> Result<RopeScaling> {
     let max_position_embeddings = shape.max_position_embeddings;
-    let known = |key: &str| ROPE_KEYS.iter().chain(rules.keys).any(|known| *known == key);
+    let known = |key: &str| {
+        ROPE_KEYS.iter().chain(rules.keys).chain(&IGNORED_KEYS).any(|known| *known == key)
+    };
     if let Some((key, value)) = rope.map.iter().find(|(key, value)| !known(key) && !value.is_null())
     {
         let keys: Vec<&str> = ROPE_KEYS.iter().chain(rules.keys).copied().collect();
@@ -170,6 +177,15 @@ pub(crate) fn scaling(
             key,
             format!("{}; the supported keys are {}", short(value), keys.join(", ")),
         ));
+    }
+    if let Some(value) = rope.map.get(ATTN_FACTOR).filter(|value| !value.is_null()) {
+        tracing::warn!(
+            "{}: {}{ATTN_FACTOR} = {} is left alone, as transformers does; what cosines and sines are multiplied by is \
+             attention_factor",
+            rope.path.display(),
+            rope.place,
+            short(value)
+        );
     }
     match kind(rope, rules)? {
         RopeKind::Default => Ok(RopeScaling::Default),
@@ -292,6 +308,31 @@ mod tests {
             "original_max_position_embeddings": 512 });
         map.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         json!({ "max_position_embeddings": 32768, "rope_parameters": map })
+    }
+
+    #[test]
+    fn a_stretched_rope_makes_the_context_longer() {
+        let context =
+            |model_type: &str, extra: Value| parse_with(model_type, extra).unwrap().context();
+        let length = |length: usize, scaling: Value| json!({ "max_position_embeddings": length, "rope_scaling": scaling });
+        let linear = json!({ "type": "linear", "factor": 4.0 });
+        assert_eq!(context("llama", length(4096, linear.clone())), 16384);
+        let yarn =
+            json!({ "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768 });
+        for given in [32768, 131072] {
+            assert_eq!(context("qwen2", length(given, yarn.clone())), 131072);
+        }
+        // What Gemma 3's files have is the length after it.
+        assert_eq!(context("gemma3_text", length(131072, linear)), 131072);
+        let dynamic = json!({ "type": "dynamic", "factor": 4.0 });
+        assert_eq!(context("llama", length(4096, dynamic)), 4096);
+    }
+
+    #[test]
+    fn what_transformers_leaves_alone_in_a_rope_is_left_alone() {
+        let plain = rope("qwen3", yarn(json!({})));
+        let more = json!({ "attn_factor": 0.878, "finetuned": true });
+        assert_eq!(rope("qwen3", yarn(more)), plain);
     }
 
     fn attention_factor(rope: &RopeConfig) -> f64 {

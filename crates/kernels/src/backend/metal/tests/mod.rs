@@ -215,8 +215,9 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
             shape[dim] += 4;
             let whole = contiguous(&shape, 3, dtype, device);
             copy::write(&whole, &x, dim, 3).unwrap();
-            results.push(whole);
+            results.extend([whole, copy::join(&[&x, &y], dim).unwrap()]);
         }
+        results.push(copy::contiguous(&x).unwrap());
         results
     });
 }
