@@ -1,8 +1,8 @@
 //! `generate --prompts`: a file of prompts to a file of answers, many at once.
 //!
 //! Answers are added to a file beside the output as they end, each with the line that it answers. A run that is killed
-//! goes on from there; when all are there, they are written to the output in the order of the prompts, and the file
-//! beside it goes.
+//! goes on from there, if all that the answers follow from is what it was, and tries again what has failed; when all are
+//! there, they are written to the output in the order of the prompts, and the file beside it goes.
 
 use crate::engine::{AtOnce, Writing, Written, write_all};
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS, usage};
@@ -10,13 +10,15 @@ use crate::interrupt;
 use crate::models::{Loaded, check_adapter};
 use crate::output::{self, Terminal, are, grouped, plural};
 use crate::progress::Bar;
-use crate::prompts;
+use crate::settings::cut;
+use crate::{prompts, run_folder};
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{Engine, Request};
+use metal_candle::engine::{Engine, EngineOptions, Request};
 use metal_candle::files::{plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
+use metal_candle::model::Quantization;
 use metal_candle::text::{Message, Tokenizer};
 use metal_candle::train::FolderLock;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -101,10 +103,21 @@ struct Answer {
     tokens: usize,
 }
 
-/// A line of the file beside the output: an answer and what it answers.
+/// The first line of the file beside the output: what its answers follow from beside the prompts and the adapters.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Head {
+    program: String,
+    /// Where the model lay, which decides nothing.
+    model: String,
+    settings: Value,
+}
+
+/// A line of the file beside the output: an answer, what it answers, and the fingerprint of the adapter that it was written
+/// with.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
     line: String,
+    adapter: Option<String>,
     answer: Answer,
 }
 
@@ -113,12 +126,31 @@ struct Asked {
     line: String,
     id: Option<Value>,
     metadata: Option<Value>,
+    adapter: Option<Arc<Used>>,
     request: Request,
+}
+
+/// An adapter that answers are written with.
+struct Used {
+    folder: PathBuf,
+    adapter: Arc<Adapter>,
+    fingerprint: String,
+}
+
+impl Used {
+    fn new(folder: &Path, adapter: Arc<Adapter>) -> anyhow::Result<Arc<Self>> {
+        let fingerprint = format!("{:016x}", adapter.fingerprint()?);
+        Ok(Arc::new(Self { folder: folder.to_path_buf(), adapter, fingerprint }))
+    }
 }
 
 /// Everything that the answers need beside the prompts.
 pub struct Given<'a> {
     pub loaded: &'a Loaded,
+    /// What the model was brought into while it was loaded.
+    pub quantization: Option<Quantization>,
+    /// How many devices have a part of it each.
+    pub ranks: usize,
     /// The folder of the adapter that is used where a line names none.
     pub adapter: Option<&'a Path>,
     pub options: GenerateOptions,
@@ -129,25 +161,84 @@ pub struct Given<'a> {
 }
 
 impl Given<'_> {
-    /// What the answers follow from beside the prompts; those of another run are not taken over.
-    fn settings(&self) -> Value {
+    /// What the answers follow from beside the prompts and the adapters; those of another run are not taken over.
+    fn head(&self, writing: &Writing) -> anyhow::Result<Head> {
         let GenerateOptions { max_tokens, sampling, stop, ignore_eos, top_logprobs: _ } =
             &self.options;
-        json!({
-            "program": concat!("metal-candle ", env!("CARGO_PKG_VERSION")),
-            "model": output::path(&self.loaded.folder),
-            "dtype": self.loaded.model.dtype().as_str(),
-            "adapter": self.adapter.map(output::path),
-            "template": self.loaded.tokenizer.chat_template().map(|it| it.fingerprint()),
-            "variables": self.loaded.variables,
+        let model = &self.loaded.model;
+        let setting = self.quantization.map(Quantization::setting);
+        let value = |key: &str| setting.filter(|(name, _)| *name == key).map(|(_, value)| value);
+        let mut bytes = 0;
+        for path in model.files() {
+            bytes += path.metadata().map_err(metal_candle::Error::io(path))?.len();
+        }
+        let settings = json!({
+            "dtype": model.dtype().as_str(),
+            "quantize": value("quantize"),
+            "base_compute": value("base_compute"),
+            "tensor_parallel": self.ranks,
+            "cache_dtype": writing.cache_dtype.to_string(),
+            "batch_invariant": writing.batch_invariant,
+            "chat_template": self.loaded.tokenizer.chat_template().map(|it| it.fingerprint()),
+            "chat_template_kwargs": self.loaded.variables,
             "system": self.system,
             "raw": self.raw,
             "max_tokens": max_tokens,
             "sampling": sampling,
             "stop": stop,
             "ignore_eos": ignore_eos,
+            // These differ as well where the model is held otherwise, so they are compared last.
+            WEIGHTS: format!("{:016x} of {bytes} bytes", model.fingerprint()?),
+        });
+        Ok(Head {
+            program: concat!("metal-candle ", env!("CARGO_PKG_VERSION")).into(),
+            model: output::path(&self.loaded.folder),
+            settings,
         })
     }
+}
+
+/// The key of a hash of samples of all weights as they are held, and the size of their files.
+const WEIGHTS: &str = "weights";
+
+impl Head {
+    /// Why what follows `before` are no answers of this run; `None` if they are.
+    fn refusal(&self, before: &[u8]) -> Option<String> {
+        let Ok(before) = serde_json::from_slice::<Self>(before) else {
+            return Some(
+                "is of another version of this program, which kept less of what its answers follow from".into(),
+            );
+        };
+        if before.program != self.program {
+            return Some(format!("is of {}, and this is {}", before.program, self.program));
+        }
+        let (key, was, is) = difference("", &before.settings, &self.settings)?;
+        let of = |head: &Self, value: &Value| {
+            let shown = match value {
+                Value::Null => "none".into(),
+                Value::String(text) => cut(text),
+                other => cut(&other.to_string()),
+            };
+            if key == WEIGHTS { format!("{shown} in {}", head.model) } else { shown }
+        };
+        Some(format!(
+            "has answers of a run with other settings: {key} was {} and is now {}",
+            of(&before, &was),
+            of(self, &is)
+        ))
+    }
+}
+
+/// The first place where two settings differ, its path below `key`, and the values.
+fn difference(key: &str, before: &Value, now: &Value) -> Option<(String, Value, Value)> {
+    let (Value::Object(befores), Value::Object(nows)) = (before, now) else {
+        return (before != now).then(|| (key.into(), before.clone(), now.clone()));
+    };
+    nows.keys().chain(befores.keys()).find_map(|name| {
+        let path = if key.is_empty() { name.clone() } else { format!("{key}.{name}") };
+        let of = |map: &Map<String, Value>| map.get(name).cloned().unwrap_or_default();
+        difference(&path, &of(befores), &of(nows))
+    })
 }
 
 #[derive(Serialize)]
@@ -169,60 +260,42 @@ pub fn run(
     given: &Given,
     terminal: Terminal,
 ) -> anyhow::Result<u8> {
-    let mut engine_options = writing.options_for(at_once);
+    let engine_options = writing.options_for(at_once);
     engine_options.validate().map_err(usage)?;
-    if output.exists() {
-        return Err(usage(format!("output: {} exists already; choose another", output.display())));
-    }
     let asked = read(prompts, given)?;
-    let _lock = FolderLock::acquire_beside(output)?;
-    let mut partial = Partial::open(output, given, &asked, terminal)?;
-    engine_options.draft_model = writing.draft_model(&given.loaded.model, terminal)?;
-    let stop = interrupt::watch("stopping; the same command goes on from here");
-    let mut engine =
-        Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;
-    let bar = Bar::new(
-        terminal,
-        "{bar:30} {pos}/{len} answers  {wide_msg} {elapsed}, {eta} left",
-        asked.len() as u64,
-    );
-    let started = Instant::now();
-    let left: Vec<usize> =
-        (0..asked.len()).filter(|index| partial.answers[*index].is_none()).collect();
-    let ended = Cell::new(asked.len() - left.len());
-    let (mut tokens, mut prompt_tokens) = (0, 0);
-    let requests = left.into_iter().map(|index| (index, asked[index].request.clone()));
-    let keep = |index: usize, written: Result<Written, String>| {
-        ended.set(ended.get() + 1);
-        let answer = written.map(|Written { text, finished }| {
-            prompt_tokens += finished.prompt_tokens;
-            (text, finished.reason, finished.tokens)
-        });
-        partial.add(&asked, index, answer)
-    };
-    let show = |so_far: u64| {
-        tokens = so_far;
-        if let Some(bar) = bar.drawn() {
-            bar.set_position(ended.get() as u64);
-            let rate = so_far as f64 / started.elapsed().as_secs_f64();
-            bar.set_message(format!("{} tok/s", grouped(rate as u64)));
-        }
-        !stop.load(Ordering::Relaxed)
-    };
-    if !write_all(&mut engine, requests, keep, show)? {
-        return Ok(INTERRUPTED);
+    let _lock = run_folder::hold(FolderLock::acquire_beside(output))?;
+    let exists = || usage(format!("output: {} exists already; choose another", output.display()));
+    if output.exists() && !Partial::path(output).exists() {
+        return Err(exists());
     }
-    drop(bar);
+    let mut partial = Partial::open(output, &given.head(writing)?, &asked)?;
+    let written = if output.exists() {
+        // A run that was killed in its last moment has written it.
+        if !partial.is_all_of(output)? {
+            return Err(exists());
+        }
+        Counts::default()
+    } else {
+        partial.tell(terminal);
+        partial.forget_errors();
+        match answer(engine_options, writing, given, &asked, &mut partial, terminal)? {
+            Some(written) => {
+                partial.write(output)?;
+                written
+            }
+            None => return Ok(INTERRUPTED),
+        }
+    };
+    let failed = partial.finish()?;
     interrupt::unwatch();
-    let seconds = started.elapsed().as_secs_f64();
-    let failed = partial.finish(output)?;
+    let Counts { prompt_tokens, tokens, seconds } = written;
     let report = Report {
         answers: asked.len(),
         failed,
         prompt_tokens,
-        tokens: tokens as usize,
+        tokens,
         seconds,
-        tokens_per_second: tokens as f64 / seconds,
+        tokens_per_second: if tokens == 0 { 0.0 } else { tokens as f64 / seconds },
         output: output::path(output),
     };
     if terminal.json {
@@ -245,10 +318,64 @@ pub fn run(
     Ok(SUCCESS)
 }
 
+/// What was read and written.
+#[derive(Default)]
+struct Counts {
+    prompt_tokens: usize,
+    tokens: usize,
+    seconds: f64,
+}
+
+/// Writes the answers that are not there yet; `None` when it was told to stop.
+fn answer(
+    mut engine_options: EngineOptions,
+    writing: &Writing,
+    given: &Given,
+    asked: &[Asked],
+    partial: &mut Partial,
+    terminal: Terminal,
+) -> anyhow::Result<Option<Counts>> {
+    engine_options.draft_model = writing.draft_model(&given.loaded.model, terminal)?;
+    let stop = interrupt::watch("stopping; the same command goes on from here");
+    let mut engine =
+        Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;
+    let bar = Bar::new(
+        terminal,
+        "{bar:30} {pos}/{len} answers  {wide_msg} {elapsed}, {eta} left",
+        asked.len() as u64,
+    );
+    let started = Instant::now();
+    let left: Vec<usize> =
+        (0..asked.len()).filter(|index| partial.answers[*index].is_none()).collect();
+    let ended = Cell::new(asked.len() - left.len());
+    let (mut tokens, mut prompt_tokens) = (0, 0);
+    let requests = left.into_iter().map(|index| (index, asked[index].request.clone()));
+    let keep = |index: usize, written: Result<Written, String>| {
+        ended.set(ended.get() + 1);
+        let answer = written.map(|Written { text, finished }| {
+            prompt_tokens += finished.prompt_tokens;
+            (text, finished.reason, finished.tokens)
+        });
+        partial.add(asked, index, answer)
+    };
+    let show = |so_far: u64| {
+        tokens = so_far;
+        if let Some(bar) = bar.drawn() {
+            bar.set_position(ended.get() as u64);
+            let rate = so_far as f64 / started.elapsed().as_secs_f64();
+            bar.set_message(format!("{} tok/s", grouped(rate as u64)));
+        }
+        !stop.load(Ordering::Relaxed)
+    };
+    let has_all = write_all(&mut engine, requests, keep, show)?;
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(has_all.then_some(Counts { prompt_tokens, tokens: tokens as usize, seconds }))
+}
+
 /// The lines of a file of prompts, each checked before the first is answered.
 fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
     let file = File::open(path).map_err(metal_candle::Error::io(path))?;
-    let mut adapters = HashMap::new();
+    let mut adapters = Adapters::new(given)?;
     let mut asked = Vec::new();
     for (number, line) in (1..).zip(BufReader::new(file).lines()) {
         let line = line.with_context(|| format!("{}:{number}", path.display()))?;
@@ -256,11 +383,8 @@ fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
             continue;
         }
         let index = asked.len();
-        let request = parse(&line)
-            .and_then(|line| request(line, index, given, &mut adapters))
-            .map_err(|error| usage(format!("{}:{number}: {error:#}", path.display())))?;
-        let (id, metadata, request) = request;
-        asked.push(Asked { line, id, metadata, request });
+        let read = parse(&line).and_then(|parsed| ask(line, parsed, index, given, &mut adapters));
+        asked.push(read.map_err(|error| usage(format!("{}:{number}: {error:#}", path.display())))?);
     }
     if asked.is_empty() {
         return Err(usage(format!("{}: has no prompts", path.display())));
@@ -282,35 +406,55 @@ fn parse(line: &str) -> anyhow::Result<Line> {
     Ok(parsed)
 }
 
-type Adapters = HashMap<PathBuf, Arc<Adapter>>;
+/// The adapter that is used where a line names none, and those that lines name.
+struct Adapters {
+    given: Option<Arc<Used>>,
+    named: HashMap<PathBuf, Arc<Used>>,
+}
+
+impl Adapters {
+    fn new(given: &Given) -> anyhow::Result<Self> {
+        let both = given.adapter.zip(given.loaded.adapter.clone());
+        let given = both.map(|(folder, adapter)| Used::new(folder, adapter)).transpose()?;
+        Ok(Self { given, named: HashMap::new() })
+    }
+}
 
 /// What a line asks for, with what it leaves to the command.
-fn request(
+fn ask(
+    text: String,
     line: Line,
     index: usize,
     given: &Given,
     adapters: &mut Adapters,
-) -> anyhow::Result<(Option<Value>, Option<Value>, Request)> {
+) -> anyhow::Result<Asked> {
     let loaded = given.loaded;
     let (prompt, mut options) = (tokens(&line, given)?, options(&line, index, given)?);
     if line.max_tokens.is_none() && !given.says_max_tokens {
         // Where nobody says, a text ends where the model's context does, for which the cache has room in any case.
-        let context = loaded.model.config().max_position_embeddings;
+        let context = loaded.model.config().context();
         options.max_tokens = options.max_tokens.min(context.saturating_sub(prompt.len()).max(1));
     }
     let adapter = match line.adapter {
-        None => loaded.adapter.clone(),
+        None => adapters.given.clone(),
         Some(None) => None,
-        Some(Some(folder)) => Some(match adapters.get(&folder) {
-            Some(adapter) => adapter.clone(),
+        Some(Some(folder)) => Some(match adapters.named.get(&folder) {
+            Some(used) => used.clone(),
             None => {
                 check_adapter(&folder).context("adapter")?;
                 let adapter = Arc::new(Adapter::load(&loaded.model, &folder)?);
-                adapters.entry(folder).or_insert(adapter).clone()
+                let used = Used::new(&folder, adapter)?;
+                adapters.named.entry(folder).or_insert(used).clone()
             }
         }),
     };
-    Ok((line.id, line.metadata, Request { prompt, options, adapter, ..Request::default() }))
+    let request = Request {
+        prompt,
+        options,
+        adapter: adapter.as_ref().map(|used| used.adapter.clone()),
+        ..Request::default()
+    };
+    Ok(Asked { line: text, id: line.id, metadata: line.metadata, adapter, request })
 }
 
 fn tokens(line: &Line, given: &Given) -> anyhow::Result<Vec<u32>> {
@@ -388,18 +532,21 @@ struct Partial {
 }
 
 impl Partial {
-    /// Takes over what an earlier run has left.
-    fn open(
-        output: &Path,
-        given: &Given,
-        asked: &[Asked],
-        terminal: Terminal,
-    ) -> anyhow::Result<Self> {
+    /// Where it is.
+    fn path(output: &Path) -> PathBuf {
         let mut name = output.file_name().unwrap_or_default().to_os_string();
         name.push(".partial");
-        let path = output.with_file_name(name);
-        let settings = given.settings().to_string();
+        output.with_file_name(name)
+    }
+
+    /// Takes over what an earlier run has left.
+    fn open(output: &Path, head: &Head, asked: &[Asked]) -> anyhow::Result<Self> {
+        let path = Self::path(output);
         let io = |error| metal_candle::Error::Io { path: path.clone(), source: error };
+        let refused = |what: String| {
+            let path = path.display();
+            usage(format!("output: {path} {what}; choose another output, or remove it"))
+        };
         let mut answers: Vec<Option<Answer>> = asked.iter().map(|_| None).collect();
         let found = match fs::read(&path) {
             Ok(found) => Some(found),
@@ -415,40 +562,65 @@ impl Partial {
             if !line.ends_with(b"\n") {
                 break;
             }
-            if number == 0 {
-                if line.trim_ascii_end() != settings.as_bytes() {
-                    return Err(usage(format!(
-                        "output: {} has answers of a run with other settings or another model; choose another \
-                         output, or remove it",
-                        path.display()
-                    )));
-                }
-            } else {
-                let kept: Kept = serde_json::from_slice(line).map_err(|_| {
-                    metal_candle::Error::file(&path, format!("line {} is no answer", number + 1))
-                })?;
-                let same =
-                    asked.get(kept.answer.index).is_some_and(|asked| asked.line == kept.line);
-                let slot = answers.get_mut(kept.answer.index).filter(|_| same);
-                *slot.ok_or_else(|| {
-                    usage(format!(
-                        "output: {} has answers to other prompts; choose another output, or remove it",
-                        path.display()
-                    ))
-                })? = Some(kept.answer);
-            }
             length += line.len() as u64;
+            if number == 0 {
+                if let Some(refusal) = head.refusal(line) {
+                    return Err(refused(refusal));
+                }
+                continue;
+            }
+            let kept: Kept = serde_json::from_slice(line).map_err(|_| {
+                metal_candle::Error::file(&path, format!("line {} is no answer", number + 1))
+            })?;
+            let index = kept.answer.index;
+            let asked = asked.get(index).filter(|asked| asked.line == kept.line);
+            let Some((asked, slot)) = asked.zip(answers.get_mut(index)) else {
+                return Err(refused("has answers to other prompts".into()));
+            };
+            let used = asked.adapter.as_deref();
+            if used.map(|used| &used.fingerprint) != kept.adapter.as_ref() {
+                let was = kept.adapter.as_deref().unwrap_or("none");
+                let is = used.map_or("none".into(), |Used { folder, fingerprint, .. }| {
+                    format!("{fingerprint} in {}", folder.display())
+                });
+                return Err(refused(format!(
+                    "has an answer to the prompt {index} by another adapter: it was {was} and is now {is}"
+                )));
+            }
+            *slot = Some(kept.answer);
         }
         file.set_len(length).map_err(io)?;
         std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)).map_err(io)?;
         if length == 0 {
-            file.write_all(format!("{settings}\n").as_bytes()).map_err(io)?;
-        }
-        let there = answers.iter().flatten().count();
-        if there > 0 {
-            terminal.note(format!("{} there already", are(there as u64, "answer")));
+            let head = serde_json::to_string(head)? + "\n";
+            file.write_all(head.as_bytes()).map_err(io)?;
         }
         Ok(Self { path, file, answers })
+    }
+
+    /// Says how much is there already.
+    fn tell(&self, terminal: Terminal) {
+        let there = self.answers.iter().flatten().count();
+        let failed = self.failed();
+        if there > failed {
+            terminal.note(format!("{} there already", are((there - failed) as u64, "answer")));
+        }
+        if failed > 0 {
+            terminal
+                .note(format!("{} tried again, after errors before", are(failed as u64, "answer")));
+        }
+    }
+
+    /// How many answers are errors.
+    fn failed(&self) -> usize {
+        self.answers.iter().flatten().filter(|answer| answer.error.is_some()).count()
+    }
+
+    /// Lets what has failed be tried again: another cache may have room for it.
+    fn forget_errors(&mut self) {
+        for slot in &mut self.answers {
+            slot.take_if(|answer| answer.error.is_some());
+        }
     }
 
     /// Adds an answer: its text, how it ended and how many tokens it has, or why there is none.
@@ -458,7 +630,7 @@ impl Partial {
         index: usize,
         answer: Result<(String, FinishReason, usize), String>,
     ) -> anyhow::Result<()> {
-        let Asked { line, id, metadata, request } = &asked[index];
+        let Asked { line, id, metadata, adapter, request } = &asked[index];
         let (text, finish_reason, tokens, error) = match answer {
             Ok((text, reason, tokens)) => (Some(text), Some(reason), tokens, None),
             Err(error) => (None, None, 0, Some(error)),
@@ -473,23 +645,132 @@ impl Partial {
             prompt_tokens: request.prompt.len(),
             tokens,
         };
-        let kept = Kept { line: line.clone(), answer };
+        let adapter = adapter.as_ref().map(|used| used.fingerprint.clone());
+        let kept = Kept { line: line.clone(), adapter, answer };
         let text = serde_json::to_string(&kept)? + "\n";
         self.file.write_all(text.as_bytes()).map_err(metal_candle::Error::io(&self.path))?;
         self.answers[index] = Some(kept.answer);
         Ok(())
     }
 
-    /// Writes the output; says how many answers are errors.
-    fn finish(self, output: &Path) -> anyhow::Result<usize> {
-        write_atomic(output, |writer| {
-            for answer in self.answers.iter().flatten() {
-                serde_json::to_writer(&mut *writer, answer)?;
-                writer.write_all(b"\n")?;
-            }
-            Ok(())
-        })?;
+    /// Writes all answers, in the order of the prompts.
+    fn write(&self, output: &Path) -> anyhow::Result<()> {
+        Ok(write_atomic(output, |writer| self.write_to(writer))?)
+    }
+
+    fn write_to(&self, writer: &mut impl Write) -> std::io::Result<()> {
+        for answer in self.answers.iter().flatten() {
+            serde_json::to_writer(&mut *writer, answer)?;
+            writer.write_all(b"\n")?;
+        }
+        Ok(())
+    }
+
+    /// Whether the output has been written, with all answers.
+    fn is_all_of(&self, output: &Path) -> anyhow::Result<bool> {
+        let mut expected = Vec::new();
+        self.write_to(&mut expected)?;
+        let found = fs::read(output).map_err(metal_candle::Error::io(output))?;
+        Ok(self.answers.iter().all(Option::is_some) && found == expected)
+    }
+
+    /// Goes once the output is there; says how many answers are errors.
+    fn finish(self) -> anyhow::Result<usize> {
         fs::remove_file(&self.path).map_err(metal_candle::Error::io(&self.path))?;
-        Ok(self.answers.iter().flatten().filter(|answer| answer.error.is_some()).count())
+        Ok(self.failed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head() -> Head {
+        let settings =
+            json!({"quantize": null, "sampling": {"top_k": 3}, WEIGHTS: "1f of 9 bytes"});
+        Head { program: "metal-candle 1.0.0".into(), model: "base".into(), settings }
+    }
+
+    fn asked(count: usize) -> Vec<Asked> {
+        (0..count)
+            .map(|index| Asked {
+                line: format!("{{\"prompt\": \"{index}\"}}"),
+                id: None,
+                metadata: None,
+                adapter: None,
+                request: Request::default(),
+            })
+            .collect()
+    }
+
+    #[test]
+    fn what_differs_from_the_run_before_is_named_with_both_values() {
+        let told = |change: &dyn Fn(&mut Head)| {
+            let mut now = head();
+            change(&mut now);
+            now.refusal(&serde_json::to_vec(&head()).unwrap()).unwrap_or_default()
+        };
+        assert_eq!(told(&|_| ()), "");
+        assert_eq!(told(&|now| now.model = "moved".into()), "", "where it lies decides nothing");
+        let of = "has answers of a run with other settings: ";
+        for (key, value, expected) in [
+            ("/quantize", json!("q4_0"), "quantize was none and is now q4_0"),
+            ("/sampling/top_k", json!(4), "sampling.top_k was 3 and is now 4"),
+            ("/weights", json!("2e"), "weights was 1f of 9 bytes in base and is now 2e in base"),
+        ] {
+            let told = told(&|now| *now.settings.pointer_mut(key).unwrap() = value.clone());
+            assert_eq!(told, format!("{of}{expected}"));
+        }
+        let told = told(&|now| now.program = "metal-candle 2.0.0".into());
+        assert_eq!(told, "is of metal-candle 1.0.0, and this is metal-candle 2.0.0");
+        // As it was written before the settings stood apart.
+        let former = json!({"program": "metal-candle 1.0.0", "model": "base", "dtype": "f32"});
+        let told = head().refusal(former.to_string().as_bytes()).unwrap();
+        assert!(told.contains("another version of this program"), "{told}");
+    }
+
+    #[test]
+    fn errors_are_tried_again_and_an_output_that_was_written_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let (output, asked) = (folder.path().join("out.jsonl"), asked(3));
+        let open = || Partial::open(&output, &head(), &asked).unwrap();
+        let mut partial = open();
+        let good = || Ok(("yes".to_string(), FinishReason::Stop, 1));
+        partial.add(&asked, 2, good()).unwrap();
+        partial.add(&asked, 0, Err("no room".into())).unwrap();
+        partial.write(&output).unwrap();
+        assert!(!partial.is_all_of(&output).unwrap(), "one is missing");
+
+        let mut partial = open();
+        assert_eq!((partial.answers.iter().flatten().count(), partial.failed()), (2, 1));
+        partial.forget_errors();
+        assert!(partial.answers[0].is_none() && partial.answers[2].is_some());
+        partial.add(&asked, 0, good()).unwrap();
+        partial.add(&asked, 1, Err("no room".into())).unwrap();
+        fs::write(&output, "another's\n").unwrap();
+        assert!(!partial.is_all_of(&output).unwrap());
+        partial.write(&output).unwrap();
+
+        // What was tried again counts, and so does what has failed at last.
+        let partial = open();
+        assert!(partial.is_all_of(&output).unwrap());
+        assert_eq!(partial.finish().unwrap(), 1);
+        assert!(!Partial::path(&output).exists());
+    }
+
+    #[test]
+    fn answers_by_another_adapter_are_not_taken_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let (output, asked) = (folder.path().join("out.jsonl"), asked(1));
+        let mut partial = Partial::open(&output, &head(), &asked).unwrap();
+        partial.add(&asked, 0, Err("no room".into())).unwrap();
+        let path = Partial::path(&output);
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, text.replace("\"adapter\":null", "\"adapter\":\"1f\"")).unwrap();
+        let error = Partial::open(&output, &head(), &asked).map(|_| ()).unwrap_err().to_string();
+        assert!(
+            error.contains("prompt 0 by another adapter: it was 1f and is now none"),
+            "{error}"
+        );
     }
 }

@@ -198,7 +198,7 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// When none can be, as the text is as long as the model's context.
     pub fn prepare(&mut self, prompt: usize, max_tokens: usize) -> anyhow::Result<usize> {
-        let context = self.loaded.model.config().max_position_embeddings;
+        let context = self.loaded.model.config().context();
         let left = max_tokens.min(context.saturating_sub(prompt));
         let room = |engine: &Option<Engine>| {
             let blocks = engine.as_ref().map_or(0, |engine| engine.statistics().blocks);

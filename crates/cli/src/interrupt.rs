@@ -9,7 +9,9 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 /// What to say at the first Ctrl-C; `None` where nobody watches.
 static WATCHED: Mutex<Option<&'static str>> = Mutex::new(None);
-/// What to tidy up before the program is ended at once.
+/// Whether the program is being ended at once.
+static ENDING: AtomicBool = AtomicBool::new(false);
+/// What to tidy up before that.
 static TIDY: Mutex<Option<Box<dyn FnOnce() + Send>>> = Mutex::new(None);
 
 /// Takes over the handling of Ctrl-C, and of the signals that end a program or its terminal, but for
@@ -24,6 +26,7 @@ pub fn install() -> anyhow::Result<()> {
                 }
             }
             _ => {
+                ENDING.store(true, Ordering::SeqCst);
                 let tidy = TIDY.lock().unwrap_or_else(PoisonError::into_inner).take();
                 if let Some(tidy) = tidy {
                     tidy();
@@ -51,6 +54,14 @@ pub fn unwatch() {
 /// What to do before Ctrl-C ends the program at once.
 pub fn tidy_up_with(tidy: impl FnOnce() + Send + 'static) {
     *TIDY.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(tidy));
+}
+
+/// Waits for the end of a program that is being ended at once: what is being tidied up may be missed by whoever still
+/// works with it, and is no failure of theirs to tell.
+pub fn wait_if_ending() {
+    while ENDING.load(Ordering::SeqCst) {
+        std::thread::park();
+    }
 }
 
 /// Runs `install`, after which the signals that were ignored before still are: that of a closed
@@ -101,9 +112,18 @@ pub fn keep_handler<T>(run: impl FnOnce() -> T) -> T {
     }
 }
 
+/// Makes a file that would grow beyond `ulimit -f` an error of writing it, which names it, rather than the end of the program.
+#[cfg(unix)]
+pub fn ignore_file_size() {
+    // SAFETY: `signal` touches no memory of this process, and nothing else handles this signal.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
 /// Elsewhere no signal is inherited, and a handler is added to those that there are.
 #[cfg(not(unix))]
 mod elsewhere {
+    pub fn ignore_file_size() {}
+
     pub(super) fn keep_ignored<T>(install: impl FnOnce() -> T) -> T {
         install()
     }
@@ -114,6 +134,6 @@ mod elsewhere {
 }
 
 #[cfg(not(unix))]
-pub use elsewhere::keep_handler;
-#[cfg(not(unix))]
 use elsewhere::keep_ignored;
+#[cfg(not(unix))]
+pub use elsewhere::{ignore_file_size, keep_handler};

@@ -95,6 +95,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    interrupt::ignore_file_size();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
@@ -118,6 +119,7 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
+            interrupt::wait_if_ending();
             let code = errors::exit_code(&error);
             if code != errors::SUCCESS {
                 output::say(format!("error: {}", errors::describe(&error)));

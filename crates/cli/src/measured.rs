@@ -89,7 +89,7 @@ impl Measured {
         let options = DataOptions { variables: variables.clone(), now, ..self.data_options() };
         let dataset = tokenize(sources, tokenizer, &options)?.into_dataset()?;
         dataset.check_vocabulary(config.vocab_size)?;
-        let context = config.max_position_embeddings;
+        let context = config.context();
         let longer = dataset.longer_than(context);
         if longer > 0 {
             terminal.note(format!(

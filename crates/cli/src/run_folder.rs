@@ -4,6 +4,7 @@ use crate::errors::usage;
 use crate::interrupt;
 use crate::models::same_folder;
 use crate::output::shell_word;
+use crate::settings::file::File;
 use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
 use candle_core::Device;
@@ -36,6 +37,8 @@ pub enum Resume {
     At(PathBuf),
     /// At the newest checkpoint of the run in this folder that is whole.
     Newest(PathBuf),
+    /// At this checkpoint, from which the run in this folder was about to go on when it was killed.
+    Again { run: PathBuf, checkpoint: PathBuf },
 }
 
 /// What happens to what is in the output folder.
@@ -59,7 +62,20 @@ impl Resume {
     /// What `--resume` asks for: `given` is a checkpoint, a run's folder, `auto`, or nothing for the run in
     /// `output`. `None` where there is nothing to resume and `auto` was given.
     pub fn find(given: Option<&Path>, output: &Path) -> anyhow::Result<Option<Self>> {
+        let begun = |run: &Path| -> anyhow::Result<Option<Self>> {
+            let config = run.join(CONFIG);
+            let note = match config.is_file() {
+                true => File::read(&config)?.resume_from,
+                false => None,
+            };
+            let checkpoint = note.map(|path| run.join(path));
+            let checkpoint = checkpoint.filter(|path| path.join(STATE).is_file());
+            Ok(checkpoint.map(|checkpoint| Self::Again { run: run.to_path_buf(), checkpoint }))
+        };
         let newest = |run: &Path| -> anyhow::Result<Self> {
+            if let Some(again) = begun(run)? {
+                return Ok(again);
+            }
             match latest_checkpoint(run)? {
                 Some(_) => Ok(Self::Newest(run.to_path_buf())),
                 None => Err(anyhow::anyhow!(
@@ -71,9 +87,12 @@ impl Resume {
         };
         match given {
             None => newest(output).map(Some),
-            Some(given) if given.as_os_str() == "auto" => {
-                Ok(latest_checkpoint(output)?.is_some().then(|| Self::Newest(output.to_path_buf())))
-            }
+            Some(given) if given.as_os_str() == "auto" => match begun(output)? {
+                Some(again) => Ok(Some(again)),
+                None => Ok(latest_checkpoint(output)?
+                    .is_some()
+                    .then(|| Self::Newest(output.to_path_buf()))),
+            },
             Some(given) if given.join(STATE).is_file() => Ok(Some(Self::At(given.to_path_buf()))),
             Some(given) if given.is_dir() => newest(given).map(Some),
             Some(given) => {
@@ -86,13 +105,14 @@ impl Resume {
     pub fn from(&self) -> &Path {
         match self {
             Self::At(folder) | Self::Newest(folder) => folder,
+            Self::Again { checkpoint, .. } => checkpoint,
         }
     }
 
     /// The folder of the run that is continued.
     pub fn run(&self) -> &Path {
         match self {
-            Self::Newest(run) => run,
+            Self::Newest(run) | Self::Again { run, .. } => run,
             Self::At(checkpoint) => checkpoint
                 .parent()
                 .and_then(Path::parent)
@@ -121,6 +141,8 @@ pub fn take_new(output: &Path, others: &[(&str, &Path)]) -> anyhow::Result<Arc<F
         }
     }
     let lock = hold(FolderLock::acquire_beside(output))?;
+    // What was killed before it had written the output left a folder of its size.
+    files::remove_stale_partials_of(output)?;
     let is_free = match std::fs::read_dir(output) {
         Ok(mut entries) => entries.next().is_none(),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => true,
@@ -135,7 +157,7 @@ pub fn take_new(output: &Path, others: &[(&str, &Path)]) -> anyhow::Result<Arc<F
     Ok(lock)
 }
 
-/// A lock that is given free also when Ctrl-C ends the program.
+/// A lock that is given free also when Ctrl-C ends the program, where what is being written beside the folder goes, too.
 pub fn hold(lock: metal_candle::Result<FolderLock>) -> anyhow::Result<Arc<FolderLock>> {
     let lock = Arc::new(lock.map_err(|error| match error {
         error @ Error::Io { .. } => {
@@ -146,6 +168,7 @@ pub fn hold(lock: metal_candle::Result<FolderLock>) -> anyhow::Result<Arc<Folder
     let held = Arc::downgrade(&lock);
     interrupt::tidy_up_with(move || {
         if let Some(lock) = held.upgrade() {
+            files::abandon(lock.folder());
             lock.release();
         }
     });

@@ -11,6 +11,7 @@ use crate::plot::{self, LossCurve};
 use crate::progress::{self, Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
+use crate::settings::file::with_resume_from;
 use crate::settings::{
     ActivationPlacement, BasePlacement, FineTuneType, OptimizerPlacement, Precision, Settings,
     limit,
@@ -23,7 +24,6 @@ use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
 use metal_candle::data::{
     BatchOptions, Batcher, DataOptions, Dataset, SampleKind, Split, Teacher, Tokenized, tokenize,
 };
-use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Holding, Model, Placement};
 use metal_candle::text::Tokenizer;
@@ -31,6 +31,7 @@ use metal_candle::train::{
     Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, Task, TensorBoard,
     TrainOptions, Trainer, eva, latest_checkpoint, layer_ranks, metrics, total_steps,
 };
+use metal_candle::{Error, files};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -274,8 +275,7 @@ impl Run {
         let data: Vec<(&str, &Dataset)> = std::iter::once(("training", dataset.as_ref()))
             .chain(others.into_iter().filter_map(|(name, it)| Some((name, it?.dataset().as_ref()))))
             .collect();
-        let warnings =
-            plan::length_warnings(&settings, model.config().max_position_embeddings, &data);
+        let warnings = plan::length_warnings(&settings, model.config().context(), &data);
         for warning in &warnings {
             terminal.note(format!("warning: {warning}"));
         }
@@ -372,19 +372,38 @@ impl Run {
         }
         let resumed = match &self.start.resume {
             None => None,
-            Some(Resume::At(checkpoint)) => Some(trainer.resume(checkpoint)?),
+            Some(Resume::At(checkpoint) | Resume::Again { checkpoint, .. }) => {
+                Some(trainer.resume(checkpoint)?)
+            }
             Some(Resume::Newest(run)) => Some(trainer.resume_newest(run)?.with_context(|| {
                 format!("resume: {} no longer has a checkpoint", run.display())
             })?),
         };
         match &resumed {
-            Some(resumed) => terminal.note(self.going_on(resumed)),
+            // Until all is checked, nothing of the run in the folder changes.
+            Some(resumed) => {
+                trainer.prepare()?;
+                terminal.note(self.going_on(resumed));
+            }
             None if group.is_root() => run_folder::clear(output, self.start.overwrite)?,
             None => {}
         }
         let position = trainer.position();
+        let config = output.join(CONFIG);
         if group.is_root() {
-            files::write_bytes_atomic(output.join(CONFIG), settings.to_yaml()?)?;
+            let text = settings.to_yaml()?;
+            // From here on the run is what was asked for, wherever it is killed: first its settings say so, then what it no
+            // longer has goes.
+            let from = resumed.as_ref().and_then(|it| resume_from(output, &it.checkpoint));
+            match &from {
+                Some(from) => {
+                    files::write_bytes_atomic(&config, with_resume_from(text, from)?)?;
+                }
+                None => files::write_bytes_atomic(&config, text)?,
+            }
+            if resumed.is_some() {
+                trainer.take_over()?;
+            }
         }
         group.wait("the run's folder")?;
 
@@ -405,16 +424,24 @@ impl Run {
                 });
             }
             sinks.push(Progress::new(terminal, self.options.steps, position.step));
-            trainer.run(&mut sinks)?
+            if resumed.is_some() {
+                files::write_bytes_atomic(&config, settings.to_yaml()?)?;
+            }
+            trainer.run(&mut sinks).map_err(|error| way_on(error, output))?
         } else {
             trainer.run(&mut FanOut::new())?
         };
         // The run's files are written; from here on Ctrl-C has nothing left to save.
         interrupt::unwatch();
         let interrupted = outcome.outcome == Outcome::Interrupted;
-        let events = match group.is_root() {
-            true => metrics::read(output.join(METRICS))?,
-            false => Vec::new(),
+        let (events, is_whole) = match group.is_root().then(|| metrics::read(output.join(METRICS)))
+        {
+            Some(Ok(events)) => (events, true),
+            Some(Err(error)) => {
+                tracing::warn!("{error}; the loss curve is left out");
+                (Vec::new(), false)
+            }
+            None => (Vec::new(), false),
         };
         let curve = LossCurve::from_metrics(
             Path::new(&self.plan.model).file_name().map_or_else(
@@ -423,7 +450,7 @@ impl Run {
             ),
             &events,
         );
-        if settings.plot && group.is_root() {
+        if settings.plot && is_whole {
             let [svg, png] = PICTURES;
             files::write_bytes_atomic(output.join(svg), plot::loss_curve_svg(&curve)?)?;
             files::write_bytes_atomic(output.join(png), plot::loss_curve_png(&curve)?)?;
@@ -483,6 +510,14 @@ impl Run {
                  steps, the next one {:.2e}.",
                 self.options.learning_rate.at(*step)
             ));
+            let TrainOptions { eval_every, epoch_ends, keep_best, patience, .. } = &self.options;
+            let is_due = *epoch_ends || (*eval_every > 0 && step.is_multiple_of(*eval_every));
+            if step == before && !is_due && (*keep_best || patience.is_some()) {
+                text.push_str(&format!(
+                    "\nThe evaluation after step {step} counts for --keep-best and --patience; a run of {steps} steps from the \
+                     beginning has none there."
+                ));
+            }
         } else if *step >= steps {
             text.push_str(
                 "\nAll its steps were taken; a larger --steps or --epochs goes on with it.",
@@ -568,6 +603,29 @@ impl Summary {
     }
 }
 
+/// The checkpoint that a run goes on from, by a path from its folder, where that isn't the newest one in it.
+fn resume_from(output: &Path, checkpoint: &Path) -> Option<PathBuf> {
+    let newest = latest_checkpoint(output).ok().flatten();
+    if newest.is_some_and(|newest| same_folder(&newest, checkpoint)) {
+        return None;
+    }
+    let (output, checkpoint) = (output.canonicalize().ok()?, checkpoint.canonicalize().ok()?);
+    let path = checkpoint.strip_prefix(&output).map_or(checkpoint.clone(), Path::to_path_buf);
+    // The settings are a text.
+    path.to_str().is_some().then_some(path)
+}
+
+/// An error of a run, with how to go on where a file could not be written.
+fn way_on(error: Error, output: &Path) -> anyhow::Error {
+    match (&error, latest_checkpoint(output)) {
+        (Error::Io { .. }, Ok(Some(_))) => anyhow::anyhow!(
+            "{error}. Once that is mended, metal-candle train --resume --output {} goes on from the newest checkpoint",
+            shell_word(&output.display().to_string())
+        ),
+        _ => error.into(),
+    }
+}
+
 /// A new adapter as the settings describe it.
 fn new_adapter(
     settings: &Settings,
@@ -586,7 +644,7 @@ fn new_adapter(
         }
         // Those of the run that goes on, whose A is in its checkpoint.
         let known = match &start.resume {
-            Some(Resume::At(folder) | Resume::Newest(folder)) => layer_ranks(folder)?,
+            Some(resume) => layer_ranks(resume.from())?,
             None => None,
         };
         config.layer_ranks = Some(known.unwrap_or_default());

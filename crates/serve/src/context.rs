@@ -16,7 +16,7 @@ const SHORTENED: usize = 4;
 
 /// The tokens that a prompt and its text may have together.
 pub fn length(app: &App) -> usize {
-    app.model.config().max_position_embeddings
+    app.model.config().context()
 }
 
 /// A 400 about a text that is too long, in the words by which clients of either API know it and turn to a model that

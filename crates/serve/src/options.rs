@@ -4,6 +4,7 @@ use crate::hub::HubAdapters;
 use crate::keys::Keys;
 use crate::tls::Tls;
 use metal_candle::engine::EngineOptions;
+use metal_candle::model::Quantization;
 use metal_candle::{Error, Result};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,6 +25,9 @@ pub struct Options {
     pub adapters: Option<PathBuf>,
     /// Adapters held in memory, at most; the least recently used goes first.
     pub max_adapters: usize,
+    /// What the base was brought into while it was loaded, if it was: a job that another server has begun with something
+    /// else waits.
+    pub quantization: Option<Quantization>,
     /// How much the engine does at once.
     pub engine: EngineOptions,
     /// Keys that may do everything, beside those in the data folder. Without any key at all everybody may.
@@ -64,6 +68,7 @@ impl Options {
             data: data.into(),
             adapters: None,
             max_adapters: 64,
+            quantization: None,
             engine: EngineOptions { max_waiting: 1024, ..EngineOptions::default() },
             api_keys: Vec::new(),
             allow_anyone: false,

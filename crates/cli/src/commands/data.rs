@@ -114,7 +114,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         _ => {
             let folder = arguments.source.folder(terminal)?;
             let tokenizer = arguments.source.tokenizer(&folder, &arguments.template)?;
-            Some((tokenizer, Config::load(&folder)?.max_position_embeddings))
+            Some((tokenizer, Config::load(&folder)?.context()))
         }
     };
     let options = DataOptions {

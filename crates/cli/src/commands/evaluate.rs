@@ -213,7 +213,7 @@ impl Asked {
         limit: Option<usize>,
         terminal: Terminal,
     ) -> anyhow::Result<Self> {
-        let context = loaded.model.config().max_position_embeddings;
+        let context = loaded.model.config().context();
         let most = limit.map_or(usize::MAX, |batches| arguments.data.examples(batches));
         let mut asked = Self { requests: Vec::new(), expected: Vec::new(), left_out: 0 };
         for example in dataset.iter().take(most) {

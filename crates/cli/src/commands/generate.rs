@@ -138,6 +138,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if let (Some(prompts), Some(output)) = (&arguments.batch.prompts, &arguments.batch.output) {
         let given = batch::Given {
             loaded: &loaded,
+            quantization: arguments.runtime.quantization()?,
+            ranks: arguments.ranks.count(&arguments.writing)?,
             adapter: arguments.source.adapter.as_deref(),
             options,
             says_max_tokens: arguments.sampling.says_max_tokens(),

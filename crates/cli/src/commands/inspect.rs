@@ -261,7 +261,7 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
             format!("theta {}, {} dimensions, {scaling}{queries}", rope.theta, rope.rotary_dim),
         );
     }
-    report.row("Context", format!("{} tokens", grouped(config.max_position_embeddings as u64)));
+    report.row("Context", format!("{} tokens", grouped(config.context() as u64)));
     report.row(
         "Vocabulary",
         format!(
@@ -282,7 +282,7 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("heads", config.heads);
     report.set("kv_heads", config.kv_heads);
     report.set("head_dim", config.head_dim);
-    report.set("context", config.max_position_embeddings);
+    report.set("context", config.context());
     report.set("vocabulary", config.vocab_size);
     report.set("tied_embeddings", config.tie_word_embeddings);
     report.set(

@@ -142,6 +142,7 @@ impl Arguments {
             aliases: names.clone().skip(1).collect(),
             adapters: self.adapters.clone(),
             max_adapters: self.max_adapters,
+            quantization: self.runtime.quantization()?,
             engine: EngineOptions {
                 max_waiting: self.max_waiting,
                 ..self.writing.options_for(&self.at_once)

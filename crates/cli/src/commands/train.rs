@@ -28,7 +28,7 @@ use metal_candle::train::batch_rows;
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -407,11 +407,56 @@ fn patterns<T: std::str::FromStr>(text: &str) -> Result<IndexMap<String, T>, Str
         .collect()
 }
 
-/// The settings, what happens to what is in the output folder, and what a person should know.
+/// Paths of a run's settings that aren't here, as where it is continued in another folder than it was begun in.
+#[derive(Debug, Default)]
+struct Absent {
+    config: PathBuf,
+    /// Each with its key.
+    paths: Vec<(&'static str, String)>,
+}
+
+impl Absent {
+    /// Those of the settings in this file.
+    fn of(config: PathBuf, saved: &Mapping) -> Self {
+        const KEYS: [&str; 5] = ["model", "data", "from_config", "init_adapter", "teacher"];
+        let texts = |value: &Value| -> Vec<String> {
+            let values = match value {
+                Value::Sequence(values) => values.as_slice(),
+                one => std::slice::from_ref(one),
+            };
+            let path =
+                |value: &Value| value.get("path").unwrap_or(value).as_str().map(String::from);
+            values.iter().filter_map(path).collect()
+        };
+        let of_key = |key: &'static str| {
+            let given = saved.get(key).map(texts).unwrap_or_default();
+            given.into_iter().map(move |path| (key, path))
+        };
+        let is_absent = |path: &Path| path.is_relative() && !path.exists();
+        let paths = KEYS.into_iter().flat_map(of_key);
+        Self { config, paths: paths.filter(|(_, path)| is_absent(Path::new(path))).collect() }
+    }
+
+    /// An error, with what is to be known of the path that it is about.
+    fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        let told = errors::describe(&error);
+        match self.paths.iter().find(|(_, path)| told.contains(path)) {
+            Some((key, path)) => error.context(format!(
+                "{path} is from the settings of the run ({}), where a path is relative to the folder in which the run was begun: \
+                 go on from there, or give --{}",
+                self.config.display(),
+                key.replace('_', "-")
+            )),
+            None => error,
+        }
+    }
+}
+
+/// The settings, what happens to what is in the output folder, what a person should know, and which paths aren't here.
 fn settings(
     mut arguments: Arguments,
     processes: usize,
-) -> anyhow::Result<(Settings, Start, Option<String>)> {
+) -> anyhow::Result<(Settings, Start, Option<String>, Absent)> {
     if arguments.no_tensorboard {
         arguments.flags.tensorboard = Some(false);
     }
@@ -421,6 +466,7 @@ fn settings(
     let mut file = arguments.config.as_deref().map(File::read).transpose()?;
     let mut start =
         Start { overwrite: arguments.overwrite, dry_run: arguments.dry_run, ..Start::default() };
+    let mut absent = Absent::default();
     if let Some(given) = &arguments.resume {
         let in_file =
             file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
@@ -431,9 +477,12 @@ fn settings(
         // Without another file, the run goes on as it was told when it began.
         let saved = run.join(CONFIG);
         if start.resume.is_some() && saved.is_file() {
-            let mut saved = File::read(&saved)?;
+            let config = saved;
+            let mut saved = File::read(&config)?;
+            saved.resume_from = None;
             match &mut file {
                 None => {
+                    absent = Absent::of(config, &saved.map);
                     if arguments.flags.batch_size.is_none()
                         && let Some(resume) = &start.resume
                         && let Some(rows) = batch_rows(resume.from())?
@@ -444,6 +493,7 @@ fn settings(
                     file = Some(saved);
                 }
                 Some(file) => {
+                    file.resume_from = None;
                     if let Some(time) = saved.map.get("template_time") {
                         file.map.insert("template_time".into(), time.clone());
                     }
@@ -470,8 +520,9 @@ fn settings(
         _ => Mapping::new(),
     };
     flags.extend(arguments.foreign.0);
-    let (settings, notice) = file.unwrap_or_default().merge(&flags)?;
-    Ok((settings, start, notice))
+    let merged = file.unwrap_or_default().merge(&flags);
+    let (settings, notice) = merged.map_err(|error| absent.explain(error))?;
+    Ok((settings, start, notice, absent))
 }
 
 /// The part of each process of a batch whose rows are those of all processes together.
@@ -504,7 +555,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     };
     let processes = launched.as_ref().map_or(gpus.unwrap_or(1), |launched| launched.size);
     let asked = arguments.gpus;
-    let (mut settings, mut start, notice) = settings(arguments, processes)?;
+    let (mut settings, mut start, notice, absent) = settings(arguments, processes)?;
     if let Some(gpus) = asked {
         settings.device = gpus.device(settings.device, Gpus::FLAG)?;
     }
@@ -527,6 +578,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     start.shards = member.shards();
     let group = start.group;
     let done = train(settings, start, dry_run, terminal)
+        .map_err(|error| absent.explain(error))
         .and_then(|code| Ok(member.leave().map(|()| code)?));
     if let Err(error) = &done
         && group.size() > 1

@@ -17,6 +17,8 @@ use std::path::{Path, PathBuf};
 pub struct File {
     /// Settings by this program's names.
     pub map: Mapping,
+    /// The checkpoint from which the run of this file was about to go on, by a path from the file's folder.
+    pub resume_from: Option<PathBuf>,
     path: PathBuf,
     /// What a file of mlx-lm leaves to its program.
     unsaid: Option<Unsaid>,
@@ -26,11 +28,22 @@ pub struct File {
     has_no_warmup: bool,
 }
 
+/// The key of [`File::resume_from`]. It is in a run's settings from when it is told to go on from another checkpoint than its
+/// newest one until that is its newest one, so a run that is killed meanwhile goes on from there.
+const RESUME_FROM: &str = "resume_from";
+
+/// The settings of a run that is about to go on from a checkpoint.
+pub fn with_resume_from(settings: String, checkpoint: &Path) -> anyhow::Result<String> {
+    let mut note = Mapping::new();
+    note.insert(RESUME_FROM.into(), serde_yaml_ng::to_value(checkpoint)?);
+    Ok(settings + &serde_yaml_ng::to_string(&note)?)
+}
+
 impl File {
     /// Reads a file.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let wrong = |message: String| usage(format!("{}: {message}", path.display()));
-        let written = match yaml::read(path).map_err(usage)? {
+        let mut written = match yaml::read(path).map_err(usage)? {
             Value::Mapping(map) => map,
             Value::Null => Mapping::new(),
             other => {
@@ -40,7 +53,18 @@ impl File {
                 )));
             }
         };
+        let resume_from = match written.remove(RESUME_FROM) {
+            Some(Value::String(checkpoint)) => Some(checkpoint.into()),
+            Some(other) => {
+                return Err(wrong(format!(
+                    "{RESUME_FROM}: expected the path of a checkpoint, found {}",
+                    kind(&other)
+                )));
+            }
+            None => None,
+        };
         let mut file = Self::from_mapping(&written).map_err(wrong)?;
+        file.resume_from = resume_from;
         file.path = path.to_path_buf();
         Ok(file)
     }
@@ -54,12 +78,20 @@ impl File {
             keys.origin("warmup_steps").is_some_and(|origin| SCHEDULERS.contains(&origin));
         let mut map = keys.into_map();
         let unsaid = mlx::recognise(written, &mut map);
-        Ok(Self { map, path: PathBuf::new(), unsaid, has_mlx_targets, has_no_warmup })
+        Ok(Self { map, unsaid, has_mlx_targets, has_no_warmup, ..Self::default() })
     }
 
     /// The settings of the file with the flags laid over it, over the defaults; and what a person should
     /// know about the file.
     pub fn merge(self, flags: &Mapping) -> anyhow::Result<(Settings, Option<String>)> {
+        if let Some(checkpoint) = &self.resume_from {
+            return Err(usage(format!(
+                "{}: {RESUME_FROM}: is {}, from where the run of this file was to go on when it was ended; continue it with \
+                 --resume, or remove the key for another run",
+                self.path.display(),
+                checkpoint.display()
+            )));
+        }
         let flags = Keys::read(flags, Style::Flags).map_err(usage)?.into_map();
         let mut said = self.map;
         let mut unsaid =

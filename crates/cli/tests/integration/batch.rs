@@ -104,13 +104,80 @@ fn a_killed_run_goes_on() {
     let partial = place.read("answers.jsonl.partial");
     fs::write(place.path("answers.jsonl.partial"), &partial[..partial.len() - 5]).unwrap();
     // Another run's answers are not taken over.
-    let stderr = place.fails(2, &to("answers.jsonl", &["-n", "9"]));
-    assert!(stderr.contains("answers of a run with other settings"), "{stderr}");
+    for (flags, expected) in [
+        (&["-n", "9"][..], "max_tokens was 40 and is now 9"),
+        (&["--quantize", "int8"], "quantize was none and is now int8"),
+        (&["--base-compute", "int8"], "base_compute was none and is now int8"),
+        (&["--cache-dtype", "mxint8"], "cache_dtype was model and is now mxint8"),
+        (&["--batch-invariant"], "batch_invariant was false and is now true"),
+    ] {
+        let long = if flags[0] == "-n" { &["--ignore-eos"][..] } else { &long };
+        let stderr = place.fails(2, &to("answers.jsonl", &[long, flags].concat()));
+        assert!(stderr.contains("answers of a run with other settings"), "{stderr}");
+        assert!(stderr.contains(expected), "{expected}: {stderr}");
+    }
+    // What failed is tried again, as a larger cache may have room for it.
+    let partial = place.read("answers.jsonl.partial");
+    let kept: Vec<&str> = partial.lines().collect();
+    let mut failed: Value = serde_json::from_str(kept[1]).unwrap();
+    failed["answer"].as_object_mut().unwrap().remove("text");
+    failed["answer"]["error"] = "no room".into();
+    let cut = format!("{}\n{failed}\n{}", kept[0], kept[2..].join("\n"));
+    fs::write(place.path("answers.jsonl.partial"), &cut).unwrap();
     let output = place.run(&to("answers.jsonl", &long));
     assert!(output.status.success());
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("there already"), "{stderr}");
+    assert!(stderr.contains("1 answer is tried again"), "{stderr}");
     assert_eq!(place.read("answers.jsonl"), place.read("whole.jsonl"));
+
+    // Killed when the output was there, before the file beside it was gone.
+    let prompts = place.read("prompts.jsonl");
+    let all = prompts.lines().zip(answers(&place)).map(|(line, answer)| {
+        format!("{}\n", json!({ "line": line, "adapter": null, "answer": answer }))
+    });
+    let all: Vec<String> = std::iter::once(format!("{}\n", kept[0])).chain(all).collect();
+    fs::write(place.path("answers.jsonl.partial"), all[..399].concat()).unwrap();
+    let stderr = place.fails(2, &to("answers.jsonl", &long));
+    assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
+    fs::write(place.path("answers.jsonl.partial"), all.concat()).unwrap();
+    place.ok(&to("answers.jsonl", &long));
+    assert!(!place.path("answers.jsonl.partial").exists());
+    assert!(!place.path(".answers.jsonl.metal-candle.lock").exists());
+    assert_eq!(place.read("answers.jsonl"), place.read("whole.jsonl"));
+}
+
+#[test]
+fn a_run_does_not_go_on_with_another_model_or_adapter_in_the_same_place() {
+    let place = Place::with_model();
+    let tuned = |seed: &str| {
+        let train = ["train", "-m", "base", "-d", "data", "-o", "tuned", "--steps", "4", "-q"];
+        let more = ["--no-plot", "--learning-rate", "2e-2", "--overwrite", "--seed", seed];
+        place.ok(&[&train[..], &more].concat());
+    };
+    tuned("1");
+    let prompts: Vec<Value> =
+        (0..400).map(|number| json!({ "prompt": format!("What is {number}?") })).collect();
+    place.write("prompts.jsonl", &lines(&prompts));
+    let long = ["-a", "tuned", "-n", "40", "--ignore-eos"];
+    let mut child = place.start(&to("answers.jsonl", &long), &[]);
+    wait("no answers were written", || {
+        let written = fs::read_to_string(place.path("answers.jsonl.partial")).unwrap_or_default();
+        written.lines().count() > 2
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+    tuned("2");
+    let stderr = place.fails(2, &to("answers.jsonl", &long));
+    assert!(
+        stderr.contains("by another adapter: it was ") && stderr.contains("in tuned"),
+        "{stderr}"
+    );
+    let again = ["train", "--from-config", "shape", "--fine-tune-type", "full", "--data", "data"];
+    let more = ["--output", "base", "--steps", "1", "-q", "--overwrite", "--seed", "9"];
+    place.ok(&[&again[..], &more].concat());
+    let stderr = place.fails(2, &to("answers.jsonl", &long));
+    assert!(stderr.contains("weights was "), "{stderr}");
 }
 
 #[test]

@@ -520,3 +520,66 @@ fn a_data_set_of_the_hub_is_trained_on_by_its_name() {
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("data_split: is for a data set of the hub"));
 }
+
+#[test]
+fn what_a_killed_fuse_or_convert_left_goes_with_the_next_one_of_its_output() {
+    let place = Place::with_model();
+    place.ok(&with(&["--no-plot", "-q"]));
+    for (command, output) in [
+        (&["fuse", "-m", "base", "-a", "adapters", "-q", "-o"], "fused"),
+        (&["convert", "-a", "adapters", "--to", "mlx", "-q", "-o"], "of-mlx"),
+    ] {
+        for name in [output, "other"] {
+            place.write(&format!(".{name}.partial-99-0/model.safetensors"), "half of it");
+        }
+        place.ok(&[&command[..], &[output]].concat());
+        assert!(!place.path(&format!(".{output}.partial-99-0")).exists());
+        assert!(place.path(".other.partial-99-0").exists(), "it is another output's");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_fuse_that_is_ended_by_a_signal_leaves_nothing() {
+    let place = Place::new();
+    place.write_data();
+    place.write_shape();
+    // Large enough to be caught while it is written.
+    let mut config: serde_json::Value =
+        serde_json::from_str(&place.read("shape/config.json")).unwrap();
+    config["vocab_size"] = 100_000.into();
+    place.write("shape/config.json", &config.to_string());
+    let train = ["train", "--from-config", "shape", "--fine-tune-type", "full", "--data", "data"];
+    place.ok(&[&train[..], &["--output", "base", "--steps", "1", "-q", "--no-plot"]].concat());
+    let left = || -> Vec<String> {
+        let entries = std::fs::read_dir(place.path("")).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.contains("fused")).collect()
+    };
+    let mut interrupted = 0;
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        for _ in 0..10 {
+            let mut child =
+                place.start(&["fuse", "-m", "base", "--to", "f32", "-o", "fused", "-q"], &[]);
+            let is_writing = || left().iter().any(|name| name.starts_with(".fused.partial-"));
+            while !is_writing() && child.try_wait().unwrap().is_none() {
+                std::thread::yield_now();
+            }
+            if child.try_wait().unwrap().is_none() {
+                crate::common::send(&child, signal);
+            }
+            let output = child.wait_with_output().unwrap();
+            if output.status.code() == Some(130) {
+                assert_eq!(text(&output.stderr), "");
+                let written = left();
+                assert!(written.is_empty() || written == ["fused"], "{written:?}");
+                interrupted += 1;
+                break;
+            }
+            // It was faster.
+            std::fs::remove_dir_all(place.path("fused")).unwrap();
+        }
+        let _ = std::fs::remove_dir_all(place.path("fused"));
+    }
+    assert_eq!(interrupted, 2, "it was always faster than the signal");
+}

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 /// A run that reports each of its steps.
@@ -138,6 +138,155 @@ fn a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken() {
     assert!(state.is_file());
     let after = std::fs::read(place.path("adapters/adapter_model.safetensors")).unwrap();
     assert!(before == after);
+}
+
+/// A run told to go on from an earlier checkpoint goes on from there, wherever it is killed meanwhile.
+#[test]
+fn going_back_that_is_broken_off_is_made_up_for() {
+    let place = Place::with_model();
+    let result = |run: &str| {
+        let adapter = place.path(&format!("{run}/adapter_model.safetensors"));
+        std::fs::read(adapter).unwrap()
+    };
+    let copy = |run: &str| {
+        let mut copy = Command::new("cp");
+        copy.arg("-r").arg(place.path("old")).arg(place.path(run));
+        assert!(copy.status().unwrap().success());
+    };
+    place.ok(&with(&["--steps", "6", "--save-every", "1", "--keep", "9", "-q", "-o", "old"]));
+    let back = |run: &str| {
+        let checkpoint = format!("{run}/checkpoints/step-00000002");
+        place.run(&["train", "--resume", &checkpoint, "--steps", "8", "-o", run])
+    };
+    copy("whole");
+    let output = back("whole");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(!place.read("whole/train_config.yaml").contains("resume_from"));
+
+    // Ended where the logs are to be taken back, as a folder stands where the log should.
+    copy("late");
+    let (log_file, aside) = (place.path("late/metrics.jsonl"), place.path("aside"));
+    std::fs::rename(&log_file, &aside).unwrap();
+    std::fs::create_dir(&log_file).unwrap();
+    assert!(!back("late").status.success());
+    std::fs::remove_dir(&log_file).unwrap();
+    std::fs::rename(&aside, &log_file).unwrap();
+    assert!(!place.path("late/checkpoints/step-00000003").exists());
+    // Ended after the settings were written, and nothing else.
+    copy("early");
+    let settings = place.read("late/train_config.yaml");
+    assert!(settings.contains("resume_from: checkpoints/step-00000002"), "{settings}");
+    let settings = settings.replace("output: late", "output: early");
+    place.write("early/train_config.yaml", &settings);
+
+    for (run, resume) in [("late", "--resume"), ("early", "--resume=auto")] {
+        let output = place.run(&["train", resume, "-o", run]);
+        let stderr = text(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        assert!(stderr.contains("Going on after step 2 of 8"), "{stderr}");
+        assert!(result(run) == result("whole"), "{run}");
+        assert_eq!(log(&place, run), log(&place, "whole"), "{run}");
+        assert!(!place.read(&format!("{run}/train_config.yaml")).contains("resume_from"));
+    }
+}
+
+/// A run that goes on in another folder needs the first one no more.
+#[test]
+fn a_run_that_is_killed_on_its_way_into_another_folder_finds_back() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "4", "--save-every", "2", "-q", "-o", "old"]));
+    place.ok(&["train", "--resume", "old", "--steps", "6", "-q", "-o", "new"]);
+    let settings = place.read("new/train_config.yaml");
+    assert!(!settings.contains("resume_from"), "{settings}");
+    assert!(place.path("new/checkpoints/step-00000004").is_dir());
+    // As it is when nothing but the settings is there.
+    let from = place.path("old/checkpoints/step-00000004").canonicalize().unwrap();
+    let settings = settings.replace("output: new", "output: third");
+    place.write("third/train_config.yaml", &format!("{settings}resume_from: {}\n", from.display()));
+    let stderr = place.fails(2, &["train", "-c", "third/train_config.yaml"]);
+    assert!(stderr.contains("resume_from") && stderr.contains("--resume"), "{stderr}");
+    let output = place.run(&["train", "--resume", "-o", "third"]);
+    let stderr = text(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("Going on after step 4 of 6"), "{stderr}");
+    let result =
+        |run: &str| std::fs::read(place.path(run).join("adapter_model.safetensors")).unwrap();
+    assert!(result("third") == result("new"));
+}
+
+#[test]
+fn a_bad_line_in_a_log_is_set_aside_and_the_run_goes_on() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "2", "-q"]));
+    for (count, (resume, steps)) in [("--resume", "3"), ("--resume=auto", "4")].iter().enumerate() {
+        let content = place.read("adapters/metrics.jsonl") + "junk\n";
+        place.write("adapters/metrics.jsonl", &content);
+        let output = place.run(&with(&["--steps", steps, resume]));
+        let stderr = text(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        let aside = ["metrics.jsonl.damaged", "metrics.jsonl.damaged-2"][count];
+        assert!(stderr.contains("not an event") && stderr.contains(aside), "{stderr}");
+        assert_eq!(place.read(&format!("adapters/{aside}")), content);
+    }
+    let steps: Vec<u64> = log(&place, "adapters")
+        .into_iter()
+        .filter_map(|(event, step)| (event == "train").then_some(step))
+        .collect();
+    assert_eq!(steps, [1, 2, 3, 4]);
+}
+
+#[test]
+fn paths_of_a_runs_settings_are_named_in_another_folder() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "1", "-q"]));
+    std::fs::create_dir(place.path("elsewhere")).unwrap();
+    let resume = ["train", "--resume", "--output", "../adapters"];
+    let mut command = place.command(&resume);
+    let output = command.current_dir(place.path("elsewhere")).output().unwrap();
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(
+        stderr.contains("data is from the settings of the run (../adapters/train_config"),
+        "{stderr}"
+    );
+    assert!(stderr.contains("or give --data"), "{stderr}");
+}
+
+#[test]
+fn a_file_that_may_not_grow_is_an_error_that_says_how_to_go_on() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "2", "-q"]));
+    let newest = place.path("adapters/checkpoints/step-00000002");
+    let size = std::fs::metadata(newest.join("optimizer.safetensors")).unwrap().len();
+    let mut command = place.command(&["train", "--resume", "--steps", "4"]);
+    // SAFETY: `setrlimit` may be called between fork and exec, and gets a structure of its own.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: size - 1, rlim_max: size - 1 };
+            libc::setrlimit(libc::RLIMIT_FSIZE, &limit);
+            Ok(())
+        });
+    }
+    let output = command.output().unwrap();
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("checkpoints/step-00000004/optimizer.safetensors"), "{stderr}");
+    assert!(stderr.contains("train --resume --output adapters goes on"), "{stderr}");
+    place.ok(&["train", "--resume", "-q"]);
+}
+
+#[test]
+fn an_evaluation_that_a_longer_run_would_not_have_is_told_of() {
+    let place = Place::with_model();
+    let best = |more: &[&str]| {
+        let output = place.run(&[&with(&["--keep-best", "--resume=auto"])[..], more].concat());
+        let stderr = text(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        stderr.contains("The evaluation after step 2 counts for --keep-best")
+    };
+    assert!(!best(&["--steps", "2"]));
+    assert!(best(&["--steps", "4"]));
+    assert!(!best(&["--steps", "4"]));
 }
 
 /// However far the removal of an earlier run came, nothing of that run is taken for the new one's.

@@ -466,3 +466,66 @@ fn flags_of_a_model_here_are_none_of_a_servers() {
     let stderr = place.fails(2, &["chat", "--server", "http://127.0.0.1:1", "-t", "nan"]);
     assert!(stderr.contains("temperature: is NaN"), "{stderr}");
 }
+
+/// A server of one job, whose events are these lists one after the other as they are asked for; it has ended with the last.
+fn server_of_a_job(lists: Vec<Value>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        let mut told = 0;
+        for stream in listener.incoming() {
+            let mut reader = BufReader::new(stream.unwrap());
+            let mut asked = String::new();
+            while !asked.ends_with("\r\n\r\n") && reader.read_line(&mut asked).unwrap_or(0) > 0 {}
+            let is_last = told + 1 >= lists.len();
+            let answer = if asked.lines().next().unwrap_or_default().contains("/events") {
+                told += 1;
+                serde_json::json!({ "data": lists[told.min(lists.len()) - 1], "has_more": false })
+            } else {
+                serde_json::json!({
+                    "id": "ftjob-a", "model": "m", "training_file": "file-a", "created_at": 1,
+                    "status": if is_last { "succeeded" } else { "running" },
+                    "finished_at": is_last.then_some(2),
+                    "fine_tuned_model": is_last.then_some("ft:m"),
+                })
+            };
+            let body = answer.to_string();
+            let _ = write!(
+                reader.get_mut(),
+                "HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+                 connection: close\r\n\r\n{body}",
+                body.len()
+            );
+        }
+    });
+    address
+}
+
+#[test]
+fn a_watched_job_whose_server_was_killed_is_told_on_and_not_from_the_beginning() {
+    let place = Place::new();
+    let event = |id: &str, message: &str, step: u64| serde_json::json!({"id": id, "level": "info", "message": message, "data": {"step": step}});
+    let plain = |id: &str, message: &str| serde_json::json!({"id": id, "level": "info", "message": message, "data": {}});
+    let (created, saved) =
+        (plain("ftevent-a", "Created"), plain("ftevent-c", "Checkpoint created"));
+    let one = event("ftevent-b", "Step 1", 1);
+    // The newest first. The server was killed after its second step, and has forgotten that.
+    let address = server_of_a_job(vec![
+        serde_json::json!([event("ftevent-d", "Step 2", 2), saved, one, created]),
+        serde_json::json!([saved, one, created]),
+        serde_json::json!([
+            event("ftevent-f", "Step 3", 3),
+            event("ftevent-e", "Step 2", 2),
+            saved,
+            one,
+            created
+        ]),
+    ]);
+    let output = place.run(&["jobs", "watch", "ftjob-a", "--server", &address]);
+    let told = text(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    let count = |part: &str| told.lines().filter(|line| line.contains(part)).count();
+    assert_eq!(["Created", "Step 1", "Checkpoint", "Step 2", "Step 3"].map(count), [1, 1, 1, 2, 1]);
+    assert!(told.contains("tells again what came after step 1"), "{told}");
+    assert_eq!(text(&output.stdout).trim(), "ft:m");
+}

@@ -28,6 +28,7 @@ pub use parameters::{Entry, Parameters};
 pub(crate) use partition::{Kept, Partition, UnitName, Whole};
 
 use crate::autograd::{Parameter, ParameterId};
+use crate::hash::Hash;
 use crate::model::layer::Linear;
 use crate::model::weight::WeightId;
 use crate::model::{Model, ModelId, Weights};
@@ -586,6 +587,18 @@ impl Adapter {
             ))),
             false => Ok(()),
         }
+    }
+
+    /// A hash of its configuration and of all its parameters as they are now (XXH3), by which one that was trained anew in the
+    /// same folder is told from the one before.
+    ///
+    /// # Errors
+    /// When a device fails.
+    pub fn fingerprint(&self) -> Result<u64> {
+        let mut hash = Hash::new();
+        hash.add(format!("{:?}", self.config()).as_bytes());
+        hash.add(&self.parameters.fingerprint()?.to_le_bytes());
+        Ok(hash.finish())
     }
 
     /// Its trainable tensors.

@@ -156,7 +156,44 @@ pub fn remove_folder_atomic(folder: impl AsRef<Path>) -> Result<()> {
 /// # Errors
 /// [`Error::Io`] when the folder cannot be read or something in it cannot be removed.
 pub fn remove_stale_partials(parent: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
-    let parent = parent.as_ref();
+    remove_stale(parent.as_ref(), |_| true)
+}
+
+/// [`remove_stale_partials`] of what was to take the name `path`, or had it, and of nothing else beside it.
+///
+/// # Errors
+/// As [`remove_stale_partials`].
+pub fn remove_stale_partials_of(path: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+    let (parent, name) = parent_and_name(path.as_ref())?;
+    remove_stale(&parent, |stem| *stem == *name)
+}
+
+/// Removes what this process is writing to take the name `path`, as it is about to end without dropping anything. A
+/// thread that still writes there gets an error.
+pub fn abandon(path: impl AsRef<Path>) {
+    let attempt = || -> Result<bool> {
+        let (parent, name) = parent_and_name(path.as_ref())?;
+        let own = format!(".{}{PARTIAL}{}-", name.to_string_lossy(), std::process::id());
+        let mut is_clear = true;
+        for entry in fs::read_dir(&parent).map_err(Error::io(&parent))? {
+            let entry = entry.map_err(Error::io(&parent))?;
+            let is_own = entry.file_name().to_string_lossy().starts_with(&own);
+            // What is written meanwhile is in the way.
+            is_clear &= !is_own || remove(&entry.path()).is_ok();
+        }
+        Ok(is_clear)
+    };
+    const ATTEMPTS: usize = 100;
+    for _ in 0..ATTEMPTS {
+        match attempt() {
+            Ok(false) => std::thread::yield_now(),
+            _ => return,
+        }
+    }
+}
+
+/// Does what [`remove_stale_partials`] says for the names that are `wanted`.
+fn remove_stale(parent: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(parent) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -166,16 +203,17 @@ pub fn remove_stale_partials(parent: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
     for entry in entries {
         let path = entry.map_err(Error::io(parent))?.path();
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        if hidden_stem(name, PARTIAL).is_some() {
+        let wanted_stem = |marker| hidden_stem(name, marker).filter(|stem| wanted(stem));
+        if wanted_stem(PARTIAL).is_some() {
             let Ok(file) = File::open(&path) else { continue };
             if file.try_lock().is_ok() {
                 remove(&path).map_err(Error::io(&path))?;
                 handled.push(path);
             }
-        } else if hidden_stem(name, REMOVED).is_some() {
+        } else if wanted_stem(REMOVED).is_some() {
             remove(&path).map_err(Error::io(&path))?;
             handled.push(path);
-        } else if let Some(stem) = hidden_stem(name, REPLACED) {
+        } else if let Some(stem) = wanted_stem(REPLACED) {
             let target = parent.join(stem);
             if target.exists() {
                 remove(&path).map_err(Error::io(&path))?;
@@ -548,6 +586,30 @@ mod tests {
             [".b.partial-7-1", ".mine.partial-notes", "step-2", "step-3"]
         );
         assert!(remove_stale_partials(path("absent")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_was_to_take_one_name_is_removed_and_nothing_else() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = |name: &str| parent.path().join(name);
+        let own = std::process::id();
+        for name in ["out", "other", "out.gguf"] {
+            fs::create_dir_all(path(&format!(".{name}.partial-99-0/part"))).unwrap();
+            fs::create_dir_all(path(&format!(".{name}.partial-{own}-7/part"))).unwrap();
+        }
+        let ours = File::open(path(&format!(".out.partial-{own}-7"))).unwrap();
+        ours.lock().unwrap();
+        assert_eq!(
+            remove_stale_partials_of(path("out")).unwrap(),
+            [path(".out.partial-99-0")],
+            "a living process writes the other one"
+        );
+        abandon(path("out"));
+        let mut left = [".other", ".out.gguf"]
+            .map(|name| [format!("{name}.partial-99-0"), format!("{name}.partial-{own}-7")])
+            .concat();
+        left.sort();
+        assert_eq!(names(parent.path()), left);
     }
 
     #[test]

@@ -109,7 +109,7 @@ impl Quantization {
     }
 
     /// The setting that asks for it, and the setting's value.
-    fn setting(self) -> (&'static str, &'static str) {
+    pub fn setting(self) -> (&'static str, &'static str) {
         match self.arithmetic {
             Arithmetic::Fp8 => ("base_compute", "fp8"),
             Arithmetic::Int8Rows => ("base_compute", "int8"),

@@ -2,7 +2,8 @@
 //!
 //! A checkpoint is the folder `checkpoints/step-<n>` of the run. It holds the adapter as PEFT
 //! writes it (or, in full fine-tuning, the model in f32), what the optimiser keeps, and
-//! `trainer_state.json`. The folder appears under its name only when it is complete.
+//! `trainer_state.json`, which has the hashes of the files with tensors. The folder appears under its name only when it is
+//! complete.
 
 use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position, number_or_null};
@@ -22,12 +23,18 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
+/// The first version whose checkpoints can be resumed. Those of version 5 have no hashes of their files.
+const FIRST_VERSION: u32 = 5;
+/// What the names of files with tensors end with.
+const TENSORS: &str = ".safetensors";
 
 /// Where a run stands. Together with the parameters and what the optimiser keeps it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,6 +68,12 @@ pub(super) struct State {
     pub best_step: Option<u64>,
     pub evaluations_without_gain: u64,
     pub last_evaluation: Option<Evaluation>,
+    /// A hash of the weights that are the reference in full fine-tuning, which are gone once the run has begun.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference_weights: Option<String>,
+    /// The XXH3 of the checkpoint's files with tensors, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub files: BTreeMap<String, String>,
     /// What must not change between the parts of one run.
     pub fingerprint: Fingerprint,
 }
@@ -128,6 +141,8 @@ impl State {
             best_step: None,
             evaluations_without_gain: 0,
             last_evaluation: None,
+            reference_weights: None,
+            files: BTreeMap::new(),
             fingerprint,
         }
     }
@@ -250,13 +265,14 @@ pub(super) fn agree(
     parameters: u64,
 ) -> Result<()> {
     const WHAT: &str = "the options and the data";
-    let State { step, phase, epoch, batch, fingerprint, .. } = state;
+    let State { step, phase, epoch, batch, best_step, fingerprint, .. } = state;
     let told = serde_json::json!({
         "options": fingerprint,
         "step": step,
         "phase": phase,
         "epoch": epoch,
         "batch": batch,
+        "best_step": best_step,
         "parameters": format!("{parameters:016x}"),
         "other options": format!("{options:?}"),
     });
@@ -279,7 +295,12 @@ pub(super) fn agree(
 
 /// The folder of the checkpoint of a step.
 pub(super) fn folder(output: &Path, step: u64) -> PathBuf {
-    output.join(FOLDER).join(format!("step-{step:08}"))
+    at(&parent(output), step)
+}
+
+/// The folder of the checkpoint of a step in the folder of all checkpoints.
+pub(super) fn at(parent: &Path, step: u64) -> PathBuf {
+    parent.join(format!("step-{step:08}"))
 }
 
 /// The folder of all checkpoints.
@@ -356,6 +377,8 @@ pub(super) struct Contents {
     /// How many checkpoints stay, not counting that of step `best`.
     pub keep: usize,
     pub best: Option<u64>,
+    /// The files of the run's logs.
+    pub logs: Vec<(PathBuf, File)>,
 }
 
 impl Contents {
@@ -368,7 +391,9 @@ impl Contents {
         let folder = folder(&self.output, self.state.step);
         let parent = parent(&self.output);
         std::fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
+        let mut place = PathBuf::new();
         files::write_folder_atomic(&folder, |staging| {
+            place = staging.to_path_buf();
             saving(staging);
             self.files.write(staging, values)?;
             saving(staging);
@@ -376,16 +401,109 @@ impl Contents {
                 self.optimizer.iter().cloned().zip(optimizer.iter().cloned()).collect();
             files::write_safetensors(staging.join(OPTIMIZER), &named, None)?;
             saving(staging);
+            let state = State { files: hashes(staging)?, ..self.state.clone() };
             let path = staging.join(STATE);
-            let bytes = serde_json::to_vec_pretty(&self.state)
+            let bytes = serde_json::to_vec_pretty(&state)
                 .map_err(|error| Error::file(&path, error.to_string()))?;
             files::write_bytes_atomic(&path, bytes)?;
             saving(staging);
-            Ok(())
-        })?;
+            // After a power cut the logs must not end before the checkpoint.
+            self.logs.iter().try_for_each(|(path, log)| log.sync_data().map_err(Error::io(path)))
+        })
+        .map_err(|error| under_its_name(error, &place, &folder))?;
         prune(&self.output, self.keep, self.best)?;
         Ok(folder)
     }
+}
+
+/// An error about a file in the staging folder, with the place that the file was to have.
+fn under_its_name(error: Error, staging: &Path, folder: &Path) -> Error {
+    match error {
+        Error::Io { path, source } => match path.strip_prefix(staging) {
+            Ok(name) if !staging.as_os_str().is_empty() => {
+                Error::Io { path: folder.join(name), source }
+            }
+            _ => Error::Io { path, source },
+        },
+        error => error,
+    }
+}
+
+/// The hashes of the files with tensors in a folder.
+fn hashes(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io(folder))? {
+        let entry = entry.map_err(Error::io(folder))?;
+        if let Some(name) = entry.file_name().to_str().filter(|name| name.ends_with(TENSORS)) {
+            found.insert(name.to_string(), hash(&entry.path())?);
+        }
+    }
+    Ok(found)
+}
+
+/// The hash of a file's content.
+fn hash(path: &Path) -> Result<String> {
+    let (mut file, _) = files::open_regular(path)?;
+    let mut hash = Hash::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer).map_err(Error::io(path))? {
+            0 => return Ok(format!("{:016x}", hash.finish())),
+            read => hash.add(buffer.get(..read).unwrap_or_default()),
+        }
+    }
+}
+
+/// That the files of a checkpoint are what was written.
+fn check_files<'a>(
+    folder: &Path,
+    files: impl IntoIterator<Item = (&'a String, &'a String)>,
+) -> Result<()> {
+    for (name, expected) in files {
+        let path = folder.join(name);
+        let found = hash(&path)?;
+        if found != *expected {
+            return Err(Error::file(
+                path,
+                format!(
+                    "is not what was written here: its XXH3 is {found}, expected {expected}; bring it back, or go on from an \
+                     earlier checkpoint"
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Copies a checkpoint, unless there is one at `to` already.
+pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
+    if to.is_dir() {
+        return Ok(());
+    }
+    let parent = to.parent().unwrap_or(to);
+    std::fs::create_dir_all(parent).map_err(Error::io(parent))?;
+    files::write_folder_atomic(to, |staging| {
+        for entry in std::fs::read_dir(from).map_err(Error::io(from))? {
+            let entry = entry.map_err(Error::io(from))?;
+            let path = entry.path();
+            if path.is_file() {
+                std::fs::copy(&path, staging.join(entry.file_name())).map_err(Error::io(to))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Reads the parameters of a checkpoint into the adapter.
+pub(super) fn read_parameters(folder: &Path, adapter: &Adapter) -> Result<()> {
+    let state: Value = files::read_json(folder.join(STATE))?;
+    let files: BTreeMap<String, String> = match state.get("files") {
+        Some(files) => serde_json::from_value(files.clone())
+            .map_err(|error| Error::file(folder.join(STATE), format!("files: {error}")))?,
+        None => BTreeMap::new(),
+    };
+    check_files(folder, files.iter().filter(|(name, _)| *name != OPTIMIZER))?;
+    adapter.load_parameters(folder)
 }
 
 /// A checkpoint as it was read; the parameters are in the adapter.
@@ -408,7 +526,7 @@ pub(super) enum Refused {
 
 impl Refused {
     /// What an error in reading a checkpoint's file says about it.
-    fn from_reading(error: Error) -> Self {
+    pub fn from_reading(error: Error) -> Self {
         use std::io::ErrorKind::{
             InvalidData, IsADirectory, NotADirectory, NotFound, UnexpectedEof,
         };
@@ -432,14 +550,15 @@ impl From<Refused> for Error {
     }
 }
 
-/// Reads a checkpoint into the adapter.
+/// Reads the rest of a checkpoint whose state is this, into the adapter.
 pub(super) fn load(
     folder: &Path,
+    mut state: State,
     fingerprint: &Fingerprint,
     adapter: &Adapter,
     home: Home,
 ) -> Result<Loaded, Refused> {
-    let mut state = read_state(&folder.join(STATE), fingerprint)?;
+    check_files(folder, &std::mem::take(&mut state.files)).map_err(Refused::from_reading)?;
     // What the parameters are of isn't needed here, but by whoever uses the checkpoint otherwise.
     match adapter.config() {
         Some(_) => read_config(folder).map(|_| ()),
@@ -455,27 +574,31 @@ pub(super) fn load(
     Ok(Loaded { state, optimizer, extended_from })
 }
 
-fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> {
+/// Reads where a checkpoint's run stood, which has to be the run with this fingerprint.
+pub(super) fn read_state(folder: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> {
+    let path = &folder.join(STATE);
     let damaged = |message: String| Refused::Damaged(Error::file(path, message));
     // Another version may have other keys, so it comes first.
     let value: Value = files::read_json(path).map_err(Refused::from_reading)?;
     let Some(version) = value.get("version") else {
         return Err(damaged("has no version, so it is not the state of a run".into()));
     };
-    if version.as_u64() != Some(u64::from(VERSION)) {
+    let known = u64::from(FIRST_VERSION)..=u64::from(VERSION);
+    if !version.as_u64().is_some_and(|version| known.contains(&version)) {
         return Err(Refused::Other(Error::file(
             path,
             format!(
-                "version is {}, expected {VERSION}; it was written by another version of this \
+                "version is {}, expected {FIRST_VERSION} to {VERSION}; it was written by another version of this \
                  program, which can continue the run",
                 in_words(version)
             ),
         )));
     }
-    let state: State = serde_json::from_value(value).map_err(|error| {
+    let mut state: State = serde_json::from_value(value).map_err(|error| {
         let message = files::plain(&error.to_string());
         damaged(format!("is not the state of a run: {message}"))
     })?;
+    state.version = VERSION;
     fingerprint.check(&state.fingerprint, path).map_err(Refused::Other)?;
     let State { step, updates, epoch, batch, .. } = state;
     let most = fingerprint.total_steps.saturating_mul(fingerprint.grad_accumulation as u64);
@@ -492,9 +615,10 @@ fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> 
     Ok(state)
 }
 
-/// Removes the checkpoints of later steps, which a run that continues from `step` makes again.
+/// Removes the checkpoints of later steps, which a run that continues from `step` makes again. The newest goes first, so
+/// the newest of those that are left is always one that the logs reach up to.
 pub(super) fn remove_after(output: &Path, step: u64) -> Result<()> {
-    for (found, path) in list(output)? {
+    for (found, path) in list(output)?.into_iter().rev() {
         if found > step {
             files::remove_folder_atomic(&path)?;
         }

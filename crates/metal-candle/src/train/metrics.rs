@@ -197,6 +197,23 @@ pub trait MetricsSink {
     fn step(&mut self, _step: u64) -> Result<()> {
         Ok(())
     }
+
+    /// The files that hold what was logged, by their paths. They are flushed to the disk before a checkpoint gets its
+    /// name, so that after a power cut no log ends before it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a file has no further handle.
+    fn files(&self) -> Result<Vec<(PathBuf, File)>> {
+        Ok(Vec::new())
+    }
+}
+
+/// A further handle of a log, if it is a file that can be flushed to the disk, as a pipe can't.
+pub(super) fn handle(path: &Path, file: &File) -> Result<Vec<(PathBuf, File)>> {
+    if !file.metadata().map_err(Error::io(path))?.is_file() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![(path.to_path_buf(), file.try_clone().map_err(Error::io(path))?)])
 }
 
 impl<F: FnMut(&Metric) -> Result<()>> MetricsSink for F {
@@ -243,6 +260,11 @@ impl MetricsSink for FanOut<'_> {
         }
         result
     }
+
+    fn files(&self) -> Result<Vec<(PathBuf, File)>> {
+        let of_each = self.sinks.iter().map(|sink| sink.files()).collect::<Result<Vec<_>>>()?;
+        Ok(of_each.into_iter().flatten().collect())
+    }
 }
 
 /// Writes events to a file, one JSON object a line with the key `event`. Each line is handed to
@@ -285,15 +307,21 @@ impl MetricsSink for JsonLines {
         line.push(b'\n');
         self.file.write_all(&line).map_err(Error::io(&self.path))
     }
+
+    fn files(&self) -> Result<Vec<(PathBuf, File)>> {
+        handle(&self.path, &self.file)
+    }
 }
 
 /// Removes the lines of what happened after `position` from a metrics file, those of the run's end and
 /// an incomplete last line. The file is replaced as a whole, and only when there is something to
 /// remove; one that does not exist stays so.
 ///
+/// A line that is no event goes as well, as no log should keep a run from going on. The file as it was stays beside it
+/// then, under its name with `.damaged` behind it, and a warning says so.
+///
 /// # Errors
-/// [`Error::Io`] when the file cannot be read or replaced, [`Error::Record`] for a complete line
-/// that is not an object with an `event` and a `step`. The file is unchanged then.
+/// [`Error::Io`] when the file cannot be read or replaced. It is unchanged then.
 pub fn truncate_after(path: impl AsRef<Path>, position: Position) -> Result<()> {
     #[derive(Deserialize)]
     struct Line {
@@ -303,13 +331,42 @@ pub fn truncate_after(path: impl AsRef<Path>, position: Position) -> Result<()> 
     let path = path.as_ref();
     let Some(content) = read_if_there(path)? else { return Ok(()) };
     let mut kept = Vec::with_capacity(content.len());
+    let mut damaged = None;
     for (number, line) in complete_lines(&content) {
-        let Line { event, step } = parse(path, number, line)?;
-        if position.keeps(&event, step) {
-            kept.extend_from_slice(line);
+        let whole = parse::<Metric>(path, number, line);
+        match whole.and_then(|_| parse::<Line>(path, number, line)) {
+            Ok(Line { event, step }) if position.keeps(&event, step) => {
+                kept.extend_from_slice(line);
+            }
+            Ok(_) => {}
+            Err(error) => damaged = damaged.or(Some(error)),
         }
     }
+    if let Some(error) = damaged {
+        let aside = free_name(path);
+        files::write_bytes_atomic(&aside, &content)?;
+        tracing::warn!(
+            "{error}; the log goes on with the lines that are whole, and stays as it was in {}",
+            aside.display()
+        );
+    }
     if kept.len() == content.len() { Ok(()) } else { files::write_bytes_atomic(path, kept) }
+}
+
+/// A name beside a damaged file that nothing has yet.
+fn free_name(path: &Path) -> PathBuf {
+    let named = |end: String| {
+        let mut name = path.as_os_str().to_os_string();
+        name.push(end);
+        PathBuf::from(name)
+    };
+    let mut aside = named(".damaged".into());
+    let mut count = 1;
+    while aside.exists() {
+        count += 1;
+        aside = named(format!(".damaged-{count}"));
+    }
+    aside
 }
 
 /// Reads a metrics file's events, without an incomplete last line, for a curve over a run that was
@@ -513,17 +570,50 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_event_is_named_and_nothing_is_lost() {
+    fn a_log_with_a_line_that_is_no_event_is_set_aside_and_goes_on() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics.jsonl");
-        for bad in ["oops", "{}", "[]", r#"{"event":"train","step":-1}"#, ""] {
-            let content = format!("{{\"event\":\"skipped\",\"step\":9,\"reason\":\"\"}}\n{bad}\n");
+        let bad_lines = [
+            "oops",
+            "{}",
+            "[]",
+            r#"{"event":"train","step":-1}"#,
+            r#"{"event":"train","step":1}"#,
+            "\0",
+            "",
+        ];
+        for (count, bad) in (1..).zip(bad_lines) {
+            let good = "{\"event\":\"skipped\",\"step\":1,\"reason\":\"\"}\n";
+            let later = "{\"event\":\"skipped\",\"step\":9,\"reason\":\"\"}\n";
+            let content = format!("{good}{bad}\n{good}{later}");
             std::fs::write(&path, &content).expect("written");
-            let error = truncate_after(&path, after(1)).expect_err(bad).to_string();
+            let error = read(&path).expect_err(bad).to_string();
             assert!(error.contains("metrics.jsonl:2: not an event"), "{error}");
-            assert!(read(&path).is_err(), "{bad}");
-            assert_eq!(std::fs::read_to_string(&path).expect("read"), content);
+
+            let mut lines = JsonLines::resume(&path, after(1)).expect("resumed");
+            lines.log(&train(2, 1.0)).expect("logged");
+            let skipped = Metric::Skipped { step: 1, reason: String::new() };
+            assert_eq!(read(&path).expect(bad), [skipped.clone(), skipped, train(2, 1.0)]);
+            let aside = match count {
+                1 => "metrics.jsonl.damaged".to_string(),
+                count => format!("metrics.jsonl.damaged-{count}"),
+            };
+            let aside = std::fs::read_to_string(folder.path().join(aside)).expect("set aside");
+            assert_eq!(aside, content);
         }
+    }
+
+    #[test]
+    fn sinks_name_their_files_to_be_flushed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        let mut sinks = FanOut::new();
+        sinks.push(|_: &Metric| Ok(()));
+        sinks.push(JsonLines::create(&path).expect("created"));
+        sinks.push(crate::train::TensorBoard::create(folder.path()).expect("created"));
+        let files = sinks.files().expect("handles");
+        assert_eq!(files.len(), 2);
+        assert_eq!(files[0].0, path);
     }
 
     #[test]

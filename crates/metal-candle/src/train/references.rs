@@ -1,18 +1,22 @@
 //! The log-probabilities of answers under the reference, computed once before a run and kept in a file beside its
 //! checkpoints.
 
-use super::checkpoint;
 use super::task::Task;
 use crate::data::{Answer, Batcher, Role};
+use crate::hash::Hash;
 use crate::parallel::Group;
 use crate::turns::Turns;
 use crate::{Error, Result, files};
-use std::path::{Path, PathBuf};
+use candle_core::DType;
+use std::path::Path;
 
 /// The file in the folder of the run's checkpoints.
-const FILE: &str = "reference_logps.safetensors";
+pub(super) const FILE: &str = "reference_logps.safetensors";
 const TENSOR: &str = "logps";
+/// The key of the hash of what they were computed from.
 const HASH: &str = "hash";
+/// The key of the hash of the numbers, which files of earlier versions have not.
+const CONTENT: &str = "content";
 
 /// The sums of the log-probabilities of a data set's answers: of each example that of the chosen answer, or of the only
 /// one, and that of the rejected one.
@@ -50,32 +54,25 @@ impl References {
     }
 }
 
-/// Where they are kept.
-pub(super) fn path(output: &Path) -> PathBuf {
-    checkpoint::parent(output).join(FILE)
-}
-
-/// Those of several data sets as they are kept, if they were computed from what has this hash.
+/// Those of several data sets as they are kept in a folder of checkpoints, if they were computed from what has this hash.
 ///
 /// # Errors
-/// For a file that isn't one of these.
+/// For a file that isn't one of these, or not whole.
 pub(super) fn read(
-    output: &Path,
+    folder: &Path,
     hash: &str,
     lengths: &[usize],
 ) -> Result<Option<Vec<References>>> {
-    let path = path(output);
+    let path = folder.join(FILE);
     if !path.is_file() {
         return Ok(None);
     }
     let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
-    let wrong = |message: String| {
-        Error::file(&path, format!("{message}; delete it, and it is computed again"))
-    };
+    let wrong = |message: String| Error::file(&path, message);
     let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes)
         .map_err(|error| wrong(format!("isn't whole ({error})")))?;
-    let saved = metadata.metadata().as_ref().and_then(|it| it.get(HASH));
-    if saved.map(String::as_str) != Some(hash) {
+    let saved = |key: &str| metadata.metadata().as_ref().and_then(|it| it.get(key));
+    if saved(HASH).map(String::as_str) != Some(hash) {
         return Ok(None);
     }
     let tensors = safetensors::SafeTensors::deserialize(&bytes)
@@ -86,6 +83,12 @@ pub(super) fn read(
         let (shape, dtype) = (tensor.shape(), tensor.dtype());
         return Err(wrong(format!("has {shape:?} of {dtype:?}, expected [{expected}, 2] of F64")));
     }
+    let content = of_content(tensor.data());
+    if let Some(expected) = saved(CONTENT).filter(|expected| **expected != content) {
+        return Err(wrong(format!(
+            "is not what was written here: the XXH3 of its numbers is {content}, expected {expected}"
+        )));
+    }
     let numbers: Vec<f64> =
         tensor.data().as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
     let mut pairs = numbers.as_chunks::<2>().0.iter().copied();
@@ -93,17 +96,23 @@ pub(super) fn read(
     Ok(Some(lengths.iter().map(of).collect()))
 }
 
-/// Keeps those of several data sets.
-pub(super) fn write(output: &Path, hash: &str, all: &[References]) -> Result<()> {
-    let path = path(output);
+/// Keeps those of several data sets in a folder of checkpoints, which is made where it is missing.
+pub(super) fn write(folder: &Path, hash: &str, all: &[References]) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+    let path = folder.join(FILE);
     let numbers = all.iter().flat_map(|references| references.0.iter().flatten());
     let bytes: Vec<u8> = numbers.flat_map(|number| number.to_le_bytes()).collect();
     let count = all.iter().map(|references| references.0.len()).sum();
-    let wrong = |error: safetensors::SafeTensorError| Error::file(&path, error.to_string());
-    let view =
-        safetensors::tensor::TensorView::new(safetensors::Dtype::F64, vec![count, 2], &bytes)
-            .map_err(wrong)?;
-    let metadata = [(HASH.to_string(), hash.to_string())].into();
-    let content = safetensors::serialize([(TENSOR, view)], Some(metadata)).map_err(wrong)?;
+    let metadata = [(HASH, hash.to_string()), (CONTENT, of_content(&bytes))];
+    let metadata = metadata.map(|(key, value)| (key.to_string(), value)).into();
+    let tensor = (TENSOR, DType::F64, &[count, 2][..]);
+    let mut content = files::safetensors_header(&path, [tensor], Some(metadata))?;
+    content.extend(bytes);
     files::write_bytes_atomic(&path, content)
+}
+
+fn of_content(bytes: &[u8]) -> String {
+    let mut hash = Hash::new();
+    hash.add(bytes);
+    format!("{:016x}", hash.finish())
 }

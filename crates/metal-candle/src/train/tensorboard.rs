@@ -23,7 +23,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::metrics::{Metric, MetricsSink, Position};
+use super::metrics::{self, Metric, MetricsSink, Position};
 use crate::{Error, Result};
 
 /// What the names of event files begin with.
@@ -156,6 +156,10 @@ impl MetricsSink for TensorBoard {
             Metric::Skipped { step, reason } => self.text(*step, "skipped", reason),
             Metric::Checkpoint { .. } | Metric::Finished { .. } => Ok(()),
         }
+    }
+
+    fn files(&self) -> Result<Vec<(PathBuf, File)>> {
+        metrics::handle(&self.path, &self.file)
     }
 }
 

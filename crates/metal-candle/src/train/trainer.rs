@@ -107,11 +107,23 @@ pub struct Trainer<'a> {
     lock: Option<&'a FolderLock>,
     turns: Option<Arc<Turns>>,
     group: Group<'a>,
-    resumed: bool,
+    /// Where the run goes on, if it does.
+    origin: Option<Origin>,
+    /// Whether [`Self::prepare`] has succeeded.
+    prepared: bool,
     state: State,
     /// From the first step, or what a checkpoint is read into.
     optimizer: Option<OptimizerState>,
     plans: Option<(usize, Vec<BatchPlan>)>,
+}
+
+/// The checkpoint that a run goes on from.
+struct Origin {
+    checkpoint: PathBuf,
+    /// The folder it lies in, with the others of its run.
+    parent: PathBuf,
+    /// The checkpoint of the best step, where that is another one and is kept.
+    best: Option<PathBuf>,
 }
 
 impl<'a> Trainer<'a> {
@@ -197,7 +209,8 @@ impl<'a> Trainer<'a> {
             lock: None,
             turns: None,
             group: Group::default(),
-            resumed: false,
+            origin: None,
+            prepared: false,
             state: State::new(fingerprint),
             optimizer: None,
             plans: None,
@@ -368,12 +381,50 @@ impl<'a> Trainer<'a> {
     }
 
     fn load(&mut self, checkpoint: &Path) -> Result<Resumed, Refused> {
+        let mut state = checkpoint::read_state(checkpoint, &self.state.fingerprint)?;
+        let parent = match checkpoint.canonicalize() {
+            Ok(path) => path.parent().unwrap_or(checkpoint).to_path_buf(),
+            Err(error) => return Err(Refused::Other(Error::io(checkpoint)(error))),
+        };
+        if self.adapter.is_full() {
+            // The weights of the base are the reference, and give way to those of the checkpoint.
+            self.know_references_of_base(&parent, &state).map_err(Refused::Other)?;
+        }
+        let best = self.find_best(&parent, &mut state)?;
+        let fingerprint = &self.state.fingerprint;
         let Loaded { state, optimizer, extended_from } =
-            checkpoint::load(checkpoint, &self.state.fingerprint, &self.adapter, self.home())?;
+            checkpoint::load(checkpoint, state, fingerprint, &self.adapter, self.home())?;
         (self.state, self.optimizer) = (state, Some(optimizer));
         self.plans = None;
-        self.resumed = true;
+        self.prepared = false;
+        self.origin = Some(Origin { checkpoint: checkpoint.to_path_buf(), parent, best });
         Ok(Resumed { checkpoint: checkpoint.to_path_buf(), step: self.state.step, extended_from })
+    }
+
+    /// The checkpoint of the best step of a run that goes on from one in the folder `parent`, where it is another one and is
+    /// to be kept. If it can't be read, a warning says so, and the best is counted from here.
+    fn find_best(&self, parent: &Path, state: &mut State) -> Result<Option<PathBuf>, Refused> {
+        let best = state.best_step.filter(|best| self.options.keep_best && *best != state.step);
+        let Some(best) = best else { return Ok(None) };
+        let mut lost = None;
+        for folder in [checkpoint::at(parent, best), checkpoint::folder(&self.output, best)] {
+            match checkpoint::read_parameters(&folder, &self.adapter) {
+                Ok(()) => return Ok(Some(folder)),
+                Err(error) => match Refused::from_reading(error) {
+                    Refused::Damaged(error) => lost = lost.or(Some(error)),
+                    other => return Err(other),
+                },
+            }
+        }
+        if let Some(error) = lost {
+            tracing::warn!(
+                "the checkpoint of the best step, {best}, can't be read ({error}); the best is looked for from step {0} on. \
+                 To keep it, stop this run, put that checkpoint back and resume from that of step {0}",
+                state.step
+            );
+        }
+        (state.best_loss, state.best_value, state.best_step) = (None, None, None);
+        Ok(None)
     }
 
     /// Takes the contents of the files of a frozen base into the fingerprint.
@@ -400,13 +451,8 @@ impl<'a> Trainer<'a> {
             Some(lock) if lock.folder() == self.output => None,
             _ => Some(FolderLock::acquire(&self.output)?),
         };
-        self.check()?;
-        self.know_base()?;
-        self.agree()?;
-        if is_root {
-            self.tidy_up()?;
-        }
-        self.know_references()?;
+        self.prepare()?;
+        self.take_over()?;
         let (optimizer, parameters) = (&self.options.optimizer, self.adapter.parameters());
         if self.optimizer.is_none() {
             self.optimizer = Some(OptimizerState::new(*optimizer, parameters, self.home())?);
@@ -451,15 +497,47 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Clears what an earlier part of the run left that isn't of this one.
-    fn tidy_up(&self) -> Result<()> {
+    /// Checks what has to hold before the first step, and finds out what has to be known for it. Nothing that an earlier
+    /// part of the run left is removed before this has succeeded. Call it after the `with_` functions and
+    /// [`Self::resume`]; [`Self::run`] does it otherwise.
+    ///
+    /// # Errors
+    /// Those of [`Self::run`] that are known before the first step.
+    pub fn prepare(&mut self) -> Result<()> {
+        if self.prepared {
+            return Ok(());
+        }
+        self.check()?;
+        self.know_base()?;
+        self.agree()?;
+        self.know_references()?;
+        self.prepared = true;
+        Ok(())
+    }
+
+    /// Makes the output folder that of a run which goes on from where this one does: removes checkpoints of later steps, and
+    /// brings the checkpoint, and that of the best step, from another folder. It can be called again if it was broken off.
+    /// Logs are to be taken back to [`Self::position`] only after this. Call it after [`Self::prepare`] and in a locked
+    /// folder; [`Self::run`] does it otherwise.
+    ///
+    /// # Errors
+    /// When files cannot be read or written.
+    pub fn take_over(&self) -> Result<()> {
+        if !self.group.is_root() {
+            return Ok(());
+        }
         base::keep(self.model.files(), &self.state.fingerprint.base_files, &self.output)?;
         for folder in [checkpoint::parent(&self.output), self.output.clone()] {
             if folder.is_dir() {
                 files::remove_stale_partials(&folder)?;
             }
         }
-        checkpoint::remove_after(&self.output, self.state.step)
+        checkpoint::remove_after(&self.output, self.state.step)?;
+        let Some(Origin { checkpoint, best, .. }) = &self.origin else { return Ok(()) };
+        if let (Some(best), Some(step)) = (best, self.state.best_step) {
+            checkpoint::copy(best, &checkpoint::folder(&self.output, step))?;
+        }
+        checkpoint::copy(checkpoint, &checkpoint::folder(&self.output, self.state.step))
     }
 
     /// That all ranks are at the same place of the same run.
@@ -560,7 +638,7 @@ impl<'a> Trainer<'a> {
                 "needs something to sample, and there is nothing",
             ));
         }
-        if !self.resumed
+        if self.origin.is_none()
             && let Some((step, path)) = checkpoint::list(&self.output)?.pop()
         {
             return Err(Error::file(
@@ -603,43 +681,92 @@ impl<'a> Trainer<'a> {
         Turns::train(self.turns.as_ref(), self.model.device(), work)
     }
 
-    /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand.
+    /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand, and keeps them beside
+    /// the run's checkpoints.
     fn know_references(&mut self) -> Result<()> {
         if !self.options.precompute_ref_log_probs {
             return Ok(());
         }
-        let data: Vec<&Batcher> = std::iter::once(self.batches).chain(self.validation).collect();
-        let lengths: Vec<usize> = data.iter().map(|batches| batches.dataset().len()).collect();
-        let hash = self.state.fingerprint.of_references(self.model.dtype());
-        let found = references::read(&self.output, &hash, &lengths)?;
-        let is_missing = self.group.any("what is known of the reference", found.is_none())?;
-        if let Some(known) = found.filter(|_| !is_missing) {
-            self.known = known;
+        let folder = checkpoint::parent(&self.output);
+        if self.known.is_empty() {
+            let folders = self.reference_folders(self.origin.as_ref().map(|it| &*it.parent));
+            if self.adapter.is_full() && self.adapter.parameters().partition().is_none() {
+                let hash = self.adapter.parameters().fingerprint()?;
+                self.state.reference_weights = Some(format!("{hash:016x}"));
+            }
+            self.known = self.references(&folders)?;
+        }
+        let (hash, lengths) = self.references_wanted();
+        let is_kept = matches!(references::read(&folder, &hash, &lengths), Ok(Some(_)));
+        if self.group.is_root() && !is_kept {
+            references::write(&folder, &hash, &self.known)?;
+        }
+        Ok(())
+    }
+
+    /// Knows in full fine-tuning what the base says, whose weights are still there, for a run that goes on from a checkpoint
+    /// in the folder `parent` with this state.
+    fn know_references_of_base(&mut self, parent: &Path, state: &State) -> Result<()> {
+        if !self.options.precompute_ref_log_probs || !self.known.is_empty() {
             return Ok(());
         }
+        let folders = self.reference_folders(Some(parent));
+        let (hash, lengths) = self.references_wanted();
+        let is_kept =
+            |folder: &PathBuf| matches!(references::read(folder, &hash, &lengths), Ok(Some(_)));
+        // Of weights in parts there is no hash of all.
+        if let Some(expected) = &state.reference_weights
+            && self.adapter.parameters().partition().is_none()
+            && !folders.iter().any(is_kept)
+            && format!("{:016x}", self.adapter.parameters().fingerprint()?) != *expected
+        {
+            return Err(Error::file(
+                parent.join(references::FILE),
+                "is missing or damaged, and the base, by which it would be computed again, is not what it was when the run \
+                 began; bring one of them back, or start a new run",
+            ));
+        }
+        self.known = self.references(&folders)?;
+        Ok(())
+    }
+
+    /// Where the log-probabilities under the reference may be kept: in the run's own folder of checkpoints, and in that of the
+    /// run that it goes on with.
+    fn reference_folders(&self, parent: Option<&Path>) -> Vec<PathBuf> {
+        let own = checkpoint::parent(&self.output);
+        let is_own = |folder: &Path| own.canonicalize().is_ok_and(|own| own == folder);
+        let other = parent.filter(|parent| !is_own(parent)).map(Path::to_path_buf);
+        std::iter::once(own.clone()).chain(other).collect()
+    }
+
+    /// The hash of what the log-probabilities under the reference are computed from, and how many examples each data set has.
+    fn references_wanted(&self) -> (String, Vec<usize>) {
+        let data = std::iter::once(self.batches).chain(self.validation);
+        let lengths = data.map(|batches| batches.dataset().len()).collect();
+        (self.state.fingerprint.of_references(self.model.dtype()), lengths)
+    }
+
+    /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed.
+    /// In full fine-tuning the reference is what is trained, as long as that is what it was in the beginning.
+    fn references(&self, folders: &[PathBuf]) -> Result<Vec<References>> {
+        let (hash, lengths) = self.references_wanted();
+        let mut found = None;
+        for folder in folders {
+            match references::read(folder, &hash, &lengths) {
+                Ok(read) => found = found.or(read),
+                Err(error) => tracing::warn!("{error}; what it holds is computed again"),
+            }
+        }
+        let is_missing = self.group.any("what is known of the reference", found.is_none())?;
+        if let Some(known) = found.filter(|_| !is_missing) {
+            return Ok(known);
+        }
         let task = match self.adapter.is_full() {
-            // What is trained is the reference until the first step.
-            true if self.state.updates == 0 => {
-                Task { reference: Some(&self.adapter), ..self.task() }
-            }
-            true => {
-                return Err(Error::file(
-                    references::path(&self.output),
-                    "is missing, or is of another run, and the weights it was computed with were trained since; \
-                     start a new run",
-                ));
-            }
+            true => Task { reference: Some(&self.adapter), ..self.task() },
             false => self.task(),
         };
         let compute = |batches: &Batcher| References::compute(&task, batches, self.group);
-        let known = data.into_iter().map(compute).collect::<Result<Vec<_>>>()?;
-        if self.group.is_root() {
-            let folder = checkpoint::parent(&self.output);
-            std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
-            references::write(&self.output, &hash, &known)?;
-        }
-        self.known = known;
-        Ok(())
+        std::iter::once(self.batches).chain(self.validation).map(compute).collect()
     }
 
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
@@ -1092,6 +1219,7 @@ impl<'a> Trainer<'a> {
             optimizer: names,
             keep: self.options.keep,
             best: self.best_to_keep(),
+            logs: metrics.files()?,
         };
         match &mut self.saver {
             Some(saver) => saver.begin(self.state.step, contents, held, begun),
@@ -1186,7 +1314,18 @@ impl<'a> Trainer<'a> {
         if let (true, Some(best)) = (self.options.keep_best, self.state.best_step)
             && best != self.state.step
         {
-            self.adapter.load_parameters(checkpoint::folder(&self.output, best))?;
+            let folder = checkpoint::folder(&self.output, best);
+            let read = checkpoint::read_parameters(&folder, &self.adapter);
+            if self.group.any("whether the best checkpoint is lost", read.is_err())? {
+                if let Err(error) = read {
+                    tracing::warn!(
+                        "the checkpoint of the best step, {best}, can't be read ({error}); the result are the parameters of \
+                         the last step"
+                    );
+                }
+                let last = checkpoint::folder(&self.output, self.state.step);
+                self.adapter.load_parameters(last)?;
+            }
         }
         match self.adapter.parameters().kept().whole(self.group, self.model.device())? {
             Some(values) => self.trained_files()?.write(&self.output, &values),

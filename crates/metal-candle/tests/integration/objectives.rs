@@ -5,6 +5,7 @@
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::Adapter;
+use metal_candle::autograd::ParameterId;
 use metal_candle::data::{
     BatchOptions, Batcher, DataOptions, Dataset, Example, Record, Role, Sample, SampleKind,
     Teacher, read_records,
@@ -483,6 +484,74 @@ fn every_weight_can_learn_preferences() {
     told.precompute_ref_log_probs = true;
     let found = losses(&run(&full, &model, &batches, told));
     assert!((found[0] - 2f64.ln()).abs() < 1e-6 && found[3] < found[0], "{found:?}");
+}
+
+/// A run of full fine-tuning from the newest checkpoint of the run in `from`, over a base that was `changed` or not.
+fn every_weight(
+    output: &Path,
+    from: Option<&Path>,
+    changed: bool,
+    steps: u64,
+) -> metal_candle::Result<Vec<u8>> {
+    let model = Model::load(folder(), DType::F32, &device())?;
+    let full = Arc::new(Adapter::full(&model)?);
+    let model = Arc::new(model.without_weights());
+    if changed {
+        let weight = full.parameters().view(ParameterId(0))?.affine(2.0, 0.0)?;
+        full.parameters().set(ParameterId(0), &weight)?;
+    }
+    let batches = batcher(&pairs(&expected()), of_size(3));
+    let dpo = Objective::Dpo(DpoOptions::default());
+    let mut told = TrainOptions {
+        precompute_ref_log_probs: true,
+        save_every: 1,
+        ..options(dpo, 4, 1e-3, Optimizer::default())
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    told.report_every = 1;
+    let mut trainer =
+        Trainer::new(&model, &full, &batches, told, output, "llama")?.with_stop(stop.clone());
+    if let Some(run) = from {
+        trainer.resume_newest(run)?;
+    }
+    trainer.run(&mut |metric: &Metric| {
+        if matches!(metric, Metric::Train { step, .. } if *step == steps) {
+            stop.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    })?;
+    Ok(std::fs::read(output.join("model.safetensors")).unwrap_or_default())
+}
+
+/// What was kept of the reference can be lost, as long as the base is there.
+#[test]
+fn what_the_reference_says_is_computed_again_in_full_fine_tuning() {
+    const FILE: &str = "checkpoints/reference_logps.safetensors";
+    let whole = tempfile::tempdir().unwrap();
+    let expected = every_weight(whole.path(), None, false, u64::MAX).unwrap();
+    let kept = std::fs::read(whole.path().join(FILE)).unwrap();
+    let flipped = [&kept[..kept.len() - 1], &[kept[kept.len() - 1] ^ 1]].concat();
+    for content in [None, Some(&kept[..kept.len() - 8]), Some(&flipped[..])] {
+        let output = tempfile::tempdir().unwrap();
+        every_weight(output.path(), None, false, 2).unwrap();
+        let file = output.path().join(FILE);
+        match content {
+            Some(content) => std::fs::write(&file, content).unwrap(),
+            None => std::fs::remove_file(&file).unwrap(),
+        }
+        // Not from another base, and then nothing is removed.
+        let error = every_weight(output.path(), Some(output.path()), true, 4).unwrap_err();
+        assert!(error.to_string().contains("is not what it was when the run began"), "{error}");
+        let found = every_weight(output.path(), Some(output.path()), false, u64::MAX).unwrap();
+        assert!(found == expected);
+        assert!(std::fs::read(&file).unwrap() == kept);
+    }
+    // In another folder what lies beside the checkpoint is taken, whatever the base is now.
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    every_weight(first.path(), None, false, 2).unwrap();
+    let found = every_weight(second.path(), Some(first.path()), true, u64::MAX).unwrap();
+    assert!(found == expected);
+    assert!(std::fs::read(second.path().join(FILE)).unwrap() == kept);
 }
 
 #[test]

@@ -723,21 +723,22 @@ fn old_checkpoints_go_and_the_best_stays() {
     assert!(names.len() <= 3, "{names:?}");
 }
 
+/// Data to validate on that contradict the data to learn from.
+fn contrary() -> Batcher {
+    let examples: Vec<_> = (0..6u32)
+        .map(|row| {
+            let ids: Vec<u32> = (0..12).map(|index| (row * 31 + index * index * 17) % 96).collect();
+            Example { trainable: (0..12).map(|index| index > 0).collect(), ids }
+        })
+        .collect();
+    batcher(Arc::new(Dataset::from_examples(&examples).unwrap()), 4, false)
+}
+
 #[test]
 fn training_stops_early_when_the_validation_loss_stops_falling() {
     let (model, adapter) = model(false);
     let output = tempfile::tempdir().unwrap();
-    // Data to validate on that contradicts the data to learn from.
-    let (batches, contrary) = (batcher(dataset(24, 1), 3, true), {
-        let examples: Vec<_> = (0..6u32)
-            .map(|row| {
-                let ids: Vec<u32> =
-                    (0..12).map(|index| (row * 31 + index * index * 17) % 96).collect();
-                Example { trainable: (0..12).map(|index| index > 0).collect(), ids }
-            })
-            .collect();
-        batcher(Arc::new(Dataset::from_examples(&examples).unwrap()), 4, false)
-    });
+    let (batches, contrary) = (batcher(dataset(24, 1), 3, true), contrary());
     let options =
         TrainOptions { eval_every: 2, ..TrainOptions::new(400, learning_rate(3e-2, 400)) };
     let mut quiet = |_: &Metric| -> Result<()> { Ok(()) };
@@ -1136,4 +1137,176 @@ fn epochs_end_with_an_evaluation_samples_and_a_checkpoint() {
     let texts = |events: &[String]| events.iter().filter(is_text).cloned().collect::<Vec<_>>();
     assert_eq!([texts(&first), texts(&second)].concat(), texts(&events));
     assert_eq!(of_both, parameters);
+}
+
+/// Changes the lowest bit of a byte in the middle of a file.
+fn flip_a_bit(path: &Path) {
+    let mut content = std::fs::read(path).unwrap();
+    let middle = content.len() / 2;
+    content[middle] ^= 1;
+    std::fs::write(path, content).unwrap();
+}
+
+#[test]
+fn a_bit_that_flips_in_a_checkpoint_is_noticed() {
+    for (name, full) in [
+        ("adapter_model.safetensors", false),
+        ("optimizer.safetensors", false),
+        ("model.safetensors", true),
+    ] {
+        let output = tempfile::tempdir().unwrap();
+        let reference = train_quietly(output.path(), full);
+        let result = parameters_file(output.path(), full);
+        let path = latest_checkpoint(output.path()).unwrap().unwrap().join(name);
+        flip_a_bit(&path);
+        let (model, adapter) = model(full);
+        let (batches, validation) =
+            (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, with_best(), output.path(), "llama")
+                .unwrap()
+                .with_validation(&validation);
+        let error = trainer.resume(path.parent().unwrap()).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("is not what was written"), "{error}");
+        assert_continues(&reference, &train_quietly(output.path(), full), name);
+        assert_eq!(parameters_file(output.path(), full), result, "{name}");
+    }
+}
+
+#[test]
+fn a_checkpoint_without_hashes_of_version_5_is_resumed() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    let newest = latest_checkpoint(output.path()).unwrap().unwrap();
+    let path = newest.join("trainer_state.json");
+    let mut state: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(state["files"].as_object().unwrap().len(), 2, "{state}");
+    state.as_object_mut().unwrap().remove("files");
+    state["version"] = 5.into();
+    std::fs::write(&path, state.to_string()).unwrap();
+    let (resumed, _) = train_for(output.path(), STEPS).unwrap();
+    assert_eq!(resumed.unwrap().checkpoint, newest);
+}
+
+/// A run in `output` whose evaluations get worse from early on, from the newest checkpoint of the run in `from`.
+fn past_its_best(
+    output: &Path,
+    from: Option<&Path>,
+    mut event: impl FnMut(&Metric),
+    stop_after: u64,
+) -> Summary {
+    let (model, adapter) = model(false);
+    let (batches, validation) = (batcher(dataset(24, 1), 3, true), contrary());
+    let options =
+        TrainOptions { eval_every: 2, learning_rate: learning_rate(6e-2, STEPS), ..with_best() };
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut trainer = Trainer::new(&model, &adapter, &batches, options, output, "llama")
+        .unwrap()
+        .with_validation(&validation)
+        .with_stop(stop.clone());
+    if let Some(run) = from {
+        trainer.resume_newest(run).unwrap().unwrap();
+    }
+    trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            if matches!(metric, Metric::Train { step, .. } if *step == stop_after) {
+                stop.store(true, Ordering::Relaxed);
+            }
+            event(metric);
+            Ok(())
+        })
+        .unwrap()
+}
+
+/// The step of the best evaluation of these runs, and their result.
+fn best_of_a_whole_run() -> (u64, Vec<u8>) {
+    let whole = tempfile::tempdir().unwrap();
+    let summary = past_its_best(whole.path(), None, |_| (), u64::MAX);
+    let (_, best) = summary.best.unwrap();
+    assert!(best < 9, "{best}");
+    (best, parameters_file(whole.path(), false))
+}
+
+fn checkpoint_of(output: &Path, step: u64) -> PathBuf {
+    output.join(format!("checkpoints/step-{step:08}"))
+}
+
+#[test]
+fn the_best_checkpoint_goes_with_a_run_into_another_folder() {
+    let (best, expected) = best_of_a_whole_run();
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    past_its_best(first.path(), None, |_| (), 9);
+    past_its_best(second.path(), Some(first.path()), |_| (), 10);
+    assert!(checkpoint_of(second.path(), best).is_dir());
+    // From here on the first folder isn't needed.
+    drop(first);
+    past_its_best(second.path(), Some(second.path()), |_| (), u64::MAX);
+    assert_eq!(parameters_file(second.path(), false), expected);
+}
+
+#[test]
+fn a_run_goes_on_without_its_best_checkpoint() {
+    let (best, _) = best_of_a_whole_run();
+    let damages: [fn(&Path); 2] = [
+        |checkpoint| std::fs::remove_dir_all(checkpoint).unwrap(),
+        |checkpoint| flip_a_bit(&checkpoint.join("adapter_model.safetensors")),
+    ];
+    for damage in damages {
+        let output = tempfile::tempdir().unwrap();
+        past_its_best(output.path(), None, |_| (), 9);
+        damage(&checkpoint_of(output.path(), best));
+        let summary = past_its_best(output.path(), Some(output.path()), |_| (), u64::MAX);
+        assert_eq!(summary.outcome, Outcome::Finished);
+        let (_, best) = summary.best.unwrap();
+        assert!(best > 9, "{best}");
+        assert_eq!(
+            parameters_file(output.path(), false),
+            parameters_file(&checkpoint_of(output.path(), best), false)
+        );
+    }
+}
+
+#[test]
+fn a_best_checkpoint_that_is_lost_at_the_end_leaves_the_last_parameters() {
+    let (best, _) = best_of_a_whole_run();
+    let output = tempfile::tempdir().unwrap();
+    let lose = |metric: &Metric| {
+        if matches!(metric, Metric::Evaluation { step: STEPS, .. }) {
+            std::fs::remove_dir_all(checkpoint_of(output.path(), best)).unwrap();
+        }
+    };
+    let summary = past_its_best(output.path(), None, lose, u64::MAX);
+    assert_eq!(summary.outcome, Outcome::Finished);
+    assert_eq!(
+        parameters_file(output.path(), false),
+        parameters_file(&checkpoint_of(output.path(), STEPS), false)
+    );
+}
+
+/// A log that counts how often its files are asked for.
+struct Flushed(std::cell::Cell<usize>);
+
+impl MetricsSink for Flushed {
+    fn log(&mut self, _: &Metric) -> Result<()> {
+        Ok(())
+    }
+
+    fn files(&self) -> Result<Vec<(PathBuf, std::fs::File)>> {
+        self.0.set(self.0.get() + 1);
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn logs_are_flushed_with_every_checkpoint() {
+    let output = tempfile::tempdir().unwrap();
+    let ((model, adapter), batches) = (model(false), batcher(dataset(24, 1), 3, true));
+    let mut log = Flushed(std::cell::Cell::new(0));
+    Trainer::new(&model, &adapter, &batches, options(), output.path(), "llama")
+        .unwrap()
+        .run(&mut log)
+        .unwrap();
+    // After steps 3, 6, 9 and 12.
+    assert_eq!(log.0.get(), 4);
 }

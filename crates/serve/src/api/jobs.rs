@@ -209,7 +209,7 @@ async fn cancel(State(app): State<Shared>, Id(id): Id, _: NoBody) -> Result<Json
         if let Ok(job) = &cancelled
             && !app.store.signals.is_training(&id)
         {
-            tidy(app, job)?;
+            tidy(&app.store, job)?;
         }
         turned(&id, "cancelled", cancelled)
     })

@@ -41,7 +41,7 @@ impl Model {
             created: app.started,
             owned_by: "metal-candle",
             parent: None,
-            max_model_len: Some(app.model.config().max_position_embeddings),
+            max_model_len: Some(app.model.config().context()),
         }
     }
 

@@ -4,6 +4,7 @@
 //! Both work on what the database says, so a server that is started again goes on where the last one was: a run goes on
 //! from its newest checkpoint, bit for bit.
 
+mod basis;
 mod check;
 mod hyperparameters;
 mod log;
@@ -21,7 +22,7 @@ pub(crate) use hyperparameters::Hyperparameters;
 pub(crate) use plan::Method;
 pub(crate) use plan::Plan;
 pub(crate) use request::CreateJob;
-pub(crate) use run::tidy;
+pub(crate) use run::{tidy, tidy_ended};
 pub(crate) use signals::Signals;
 pub(crate) use validate::data_options;
 
@@ -53,6 +54,7 @@ impl Jobs {
     /// When the system has no threads left.
     pub fn start(app: &Shared) -> Result<Self> {
         let runtime = Handle::current();
+        tidy_ended(&app.store)?;
         let mut jobs = Self { app: app.clone(), threads: Vec::new() };
         if app.model.is_tensor_parallel() {
             for statuses in [[Status::ValidatingFiles; 2], [Status::Queued, Status::Running]] {

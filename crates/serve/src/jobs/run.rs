@@ -1,16 +1,17 @@
 //! The training run of a job, on the server's own frozen base and in turns with its engine.
 
+use super::basis::Basis;
 use super::log::{Length, Log, steps_there};
 use super::plan::Plan;
 use super::results;
 use super::samples::Samples;
 use super::validate::tokenizer;
-use crate::app::{App, Shared};
-use crate::store::{Job, JobError, Started, checkpoint_folder};
+use crate::app::Shared;
+use crate::store::{Job, JobError, Started, Store, checkpoint_folder};
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::data::{Batcher, DataSource, tokenize};
 use metal_candle::text::{Tokenizer, chat_template_in};
-use metal_candle::train::{Outcome, Trainer};
+use metal_candle::train::{Outcome, Trainer, latest_checkpoint};
 use metal_candle::{Error, Result, files};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,6 +27,8 @@ enum Ended {
     Trained(i64),
     /// It was told to stop.
     Stopped,
+    /// It cannot go on from its checkpoints with this server, and stays as it is. Why.
+    Waits(String),
 }
 
 /// Why a run failed.
@@ -67,10 +70,14 @@ pub(super) fn work(app: &Shared, runtime: &Handle, job: &Job) -> Result<()> {
             store.finish_job(job, tokens, results, results::NAME)?;
         }
         Ok(Ended::Stopped) => store.put_back(&job.id)?,
+        Ok(Ended::Waits(reason)) => {
+            tracing::warn!("{}: {reason}", job.id);
+            store.set_aside(&job.id, &reason)?;
+        }
         Err(failure) => store.fail_job(&job.id, &told(app, failure))?,
     }
     if store.job(&job.id)?.is_some_and(|job| job.status.has_ended()) {
-        tidy(app, job)?;
+        tidy(store, job)?;
     }
     Ok(())
 }
@@ -87,6 +94,12 @@ fn train(
     let folder = app.store.run_folder(job);
     std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
     let tokenizer = tokenizer(app, runtime, job).map_err(Failure::Told)?;
+    let basis = Basis::of(app, &tokenizer);
+    if latest_checkpoint(&folder)?.is_some()
+        && let Some(refusal) = Basis::kept(&folder).and_then(|begun| basis.refusal(&begun))
+    {
+        return Ok(Ended::Waits(refusal));
+    }
     let asked = &job.asked;
     let training = batches(app, job, plan, &tokenizer, "training_file", &asked.training_file)?;
     let validation = match &asked.validation_file {
@@ -137,11 +150,19 @@ fn train(
                 trainer = trainer.with_saved_chat_template(source);
             }
         }
-        trainer.resume_newest(&folder)?;
+        if let Err(error) = trainer.resume_newest(&folder) {
+            // Whoever looks after the server may put back what is missing, so nothing is given up.
+            let error = app.store.without_paths(&error.to_string());
+            return Ok(Ended::Waits(format!(
+                "The job waits, as the server cannot go on from its checkpoints: {error}. Nothing of it is removed: resume \
+                 it once that is mended, or cancel it."
+            )));
+        }
         app.model.device().synchronize().map_err(Error::from)?;
         let position = trainer.position();
         (trainer, position)
     };
+    basis.keep(&folder);
     app.store.rewind(job, position)?;
     let mut log = Log::new(&app.store, job, length, position.step);
     let summary = trainer.run(&mut log)?;
@@ -166,7 +187,7 @@ fn samples(
     };
     let path = stored(app, param, file)?;
     let options = plan.data_options(&app.store.run_folder(job))?;
-    let context = app.model.config().max_position_embeddings;
+    let context = app.model.config().context();
     let samples = Samples::of_file(&path, &options, tokenizer, context, &app.turns, stop);
     samples.map_err(|error| Failure::File(param, error))
 }
@@ -226,9 +247,9 @@ fn told(app: &Shared, failure: Failure) -> JobError {
 
 /// Removes what nobody needs of a run that has ended: the checkpoints that nobody was told of, and of the others what
 /// only a run that goes on reads.
-pub(crate) fn tidy(app: &App, job: &Job) -> Result<()> {
-    let folder = app.store.run_folder(job);
-    let told_of = app.store.checkpoint_steps(job)?;
+pub(crate) fn tidy(store: &Store, job: &Job) -> Result<()> {
+    let folder = store.run_folder(job);
+    let told_of = store.checkpoint_steps(job)?;
     for step in steps_there(&folder.join("checkpoints"))? {
         let checkpoint = checkpoint_folder(&folder, step);
         if !told_of.contains(&step) {
@@ -243,6 +264,17 @@ pub(crate) fn tidy(app: &App, job: &Job) -> Result<()> {
                 }
                 _ => {}
             }
+        }
+    }
+    Ok(())
+}
+
+/// Tidies the runs of all jobs that have ended, as a server may have died between the end of one and its tidying. What
+/// cannot be removed is told of and stays.
+pub(crate) fn tidy_ended(store: &Store) -> Result<()> {
+    for job in store.ended_jobs()? {
+        if let Err(error) = tidy(store, &job) {
+            tracing::warn!("what the run of {} has left cannot be removed: {error}", job.id);
         }
     }
     Ok(())

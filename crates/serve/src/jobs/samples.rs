@@ -91,7 +91,7 @@ impl Samples {
         ids: &[u32],
     ) -> Result<Option<String>> {
         let (turns, device) = (Some(&self.turns), model.device());
-        let left = model.config().max_position_embeddings - ids.len();
+        let left = model.config().context() - ids.len();
         let options =
             GenerateOptions { max_tokens: TOKENS.min(left), ..GenerateOptions::default() };
         let session = &mut Session::new(model, Some(adapter))?;

@@ -17,7 +17,7 @@ const LABELLED: &str = "labelled answers";
 /// How records become examples.
 pub(crate) fn data_options(app: &App) -> DataOptions {
     DataOptions {
-        max_seq_length: most_tokens(app.model.config().max_position_embeddings),
+        max_seq_length: most_tokens(app.model.config().context()),
         variables: app.variables.clone(),
         now: Some(chrono::Local::now().naive_local()),
         ..DataOptions::default()

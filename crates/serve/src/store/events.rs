@@ -231,7 +231,8 @@ impl Store {
         })
     }
 
-    /// Tells of a checkpoint, and forgets those whose step is none of `there`.
+    /// Tells of a checkpoint, and forgets those whose step is none of `there`. One that was saved before its evaluation is
+    /// told of again after it, with more figures.
     pub(crate) fn add_checkpoint(
         &self,
         job: &Job,
@@ -241,7 +242,8 @@ impl Store {
     ) -> Result<()> {
         self.change(|transaction| {
             transaction.execute(
-                "INSERT OR IGNORE INTO checkpoints (id, job, created_at, step, metrics) VALUES (?1, ?2, ?3, ?4, ?5)",
+                "INSERT INTO checkpoints (id, job, created_at, step, metrics) VALUES (?1, ?2, ?3, ?4, ?5) \
+                 ON CONFLICT (job, step) DO UPDATE SET metrics = excluded.metrics, removed = 0",
                 params![new_id(CHECKPOINT), job.id, now(), step, to_json(metrics)?],
             )?;
             let event = NewEvent::told(format!("Checkpoint created at step {step}"));

@@ -396,6 +396,32 @@ impl Store {
         })
     }
 
+    /// Lets a job that is trained wait until it is resumed, and says why; unless somebody has turned it meanwhile.
+    pub(crate) fn set_aside(&self, id: &str, reason: &str) -> Result<()> {
+        self.change(|transaction| {
+            let paused = transaction.execute(
+                "UPDATE jobs SET status = 'paused', deaths = 0, estimated_finish = NULL \
+                 WHERE id = ?1 AND status = 'running'",
+                [id],
+            )?;
+            match paused {
+                0 => Ok(()),
+                _ => events::insert(transaction, id, &[NewEvent::of(Level::Warn, reason)]),
+            }
+        })
+    }
+
+    /// All jobs that have ended.
+    pub(crate) fn ended_jobs(&self) -> Result<Vec<Job>> {
+        self.read(|connection| {
+            let sql = format!(
+                "SELECT {COLUMNS} FROM jobs WHERE status IN ('succeeded', 'failed', 'cancelled') ORDER BY number"
+            );
+            let mut statement = connection.prepare(&sql)?;
+            statement.query_map([], Job::read)?.collect()
+        })
+    }
+
     /// Puts a job back whose training stopped as the server ends.
     pub(crate) fn put_back(&self, id: &str) -> Result<()> {
         self.change(|transaction| {

@@ -1,6 +1,6 @@
 use super::schema::MIGRATIONS;
 use super::*;
-use crate::jobs::{CreateJob, Hyperparameters};
+use crate::jobs::{CreateJob, Hyperparameters, tidy_ended};
 use crate::keys::{Scope, hash};
 use metal_candle::train::{Phase, Position};
 use rusqlite::Connection;
@@ -524,4 +524,67 @@ fn a_base_is_told_from_another_of_the_same_shape() {
     assert_eq!(of(&bytes), one);
     bytes.iter_mut().rev().take(10).for_each(|byte| *byte = 1);
     assert_ne!(of(&bytes), one);
+}
+
+#[test]
+fn a_checkpoint_that_is_told_of_again_has_the_newest_figures() {
+    let (_folder, store) = store();
+    let job = job(&store);
+    let add = |figures: Value| {
+        let figures = figures.as_object().unwrap();
+        store.add_checkpoint(&job, 5, figures, &BTreeSet::from([5])).unwrap();
+        let page = store.checkpoints(&job, None, 10).unwrap().unwrap();
+        let [checkpoint] = &page.items[..] else { panic!("{page:?}") };
+        assert_eq!(&checkpoint.metrics, figures);
+        (checkpoint.id.clone(), checkpoint.created)
+    };
+    let before = add(json!({"step": 5, "train_loss": 1.5}));
+    // The server was stopped during its evaluation, and the next one has made that.
+    assert_eq!(add(json!({"step": 5, "train_loss": 1.5, "valid_loss": 2.5})), before);
+    let told = messages(&store, &job);
+    assert_eq!(told.iter().filter(|told| told.starts_with("Checkpoint created")).count(), 1);
+}
+
+#[test]
+fn a_job_that_is_set_aside_waits_with_a_warning_until_it_is_resumed() {
+    let (_folder, store) = store();
+    let job = job(&store);
+    let status = || store.job(&job.id).unwrap().unwrap().status;
+    store.set_aside(&job.id, "too early").unwrap();
+    assert_eq!(status(), Status::ValidatingFiles);
+    store.queue_job(&job.id, &hyperparameters(), &plan(), &[]).unwrap();
+    store.start_job(&job.id).unwrap();
+    store.set_aside(&job.id, "the dtype is another").unwrap();
+    assert_eq!(status(), Status::Paused);
+    let newest = store.events(&job, None, 1).unwrap().unwrap().items.remove(0);
+    assert_eq!((newest.level.as_str(), newest.message.as_str()), ("warn", "the dtype is another"));
+    assert_eq!(store.resume_job(&job.id).unwrap().unwrap().status, Status::Queued);
+}
+
+#[test]
+fn what_ended_jobs_need_no_more_is_removed_and_those_that_wait_keep_all() {
+    let (_folder, store) = store();
+    let (ended, waiting) = (job(&store), job(&store));
+    for job in [&ended, &waiting] {
+        store.queue_job(&job.id, &hyperparameters(), &plan(), &[]).unwrap();
+        for step in [1, 2] {
+            let checkpoint = checkpoint_folder(&store.run_folder(job), step);
+            fs::create_dir_all(&checkpoint).unwrap();
+            for name in ["adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json"]
+            {
+                fs::write(checkpoint.join(name), "x").unwrap();
+            }
+        }
+        // Nobody was told of the second.
+        store.add_checkpoint(job, 1, &Map::new(), &BTreeSet::from([1])).unwrap();
+    }
+    // The server dies before it has tidied the run.
+    store.cancel_job(&ended.id).unwrap().unwrap();
+    tidy_ended(&store).unwrap();
+    let left = |job: &Job, step| {
+        let folder = checkpoint_folder(&store.run_folder(job), step);
+        folder.is_dir().then(|| names(&folder).unwrap().len())
+    };
+    assert_eq!([left(&ended, 1), left(&ended, 2)], [Some(1), None]);
+    assert_eq!([left(&waiting, 1), left(&waiting, 2)], [Some(3), Some(3)]);
 }

@@ -37,7 +37,7 @@ impl Partner for Local<'_> {
     ) -> anyhow::Result<()> {
         let Loaded { tokenizer, variables, .. } = self.loaded;
         let ids = prompts::encode_chat(tokenizer, messages, variables)?;
-        let limit = self.loaded.model.config().max_position_embeddings;
+        let limit = self.loaded.model.config().context();
         if ids.len() >= limit {
             return Err(usage(format!(
                 "the conversation has {} tokens, and this model was made for {limit}; /reset begins anew",

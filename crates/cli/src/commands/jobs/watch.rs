@@ -6,6 +6,7 @@ use crate::interrupt;
 use crate::output::{self, Terminal};
 use crate::progress::Bar;
 use crate::remote::{Client, Failure};
+use indexmap::IndexMap;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,6 +33,13 @@ struct Event {
     data: Option<Map<String, Value>>,
 }
 
+impl Event {
+    /// A figure that it has.
+    fn number(&self, name: &str) -> Option<f64> {
+        self.data.as_ref()?.get(name)?.as_f64()
+    }
+}
+
 #[derive(Deserialize)]
 struct Events {
     data: Vec<Event>,
@@ -42,7 +50,8 @@ struct Events {
 /// Follows a job, and says how it ended.
 pub fn run(client: &Client, id: &str, terminal: Terminal) -> anyhow::Result<u8> {
     let stop = interrupt::watch("");
-    let mut watch = Watch { client, id, terminal, shown: Shown::new(terminal), last: None };
+    let mut watch =
+        Watch { client, id, terminal, shown: Shown::new(terminal), known: Known::default() };
     let mut pause = FIRST;
     let mut away: Option<Instant> = None;
     let mut is_known = false;
@@ -135,8 +144,31 @@ struct Watch<'a> {
     id: &'a str,
     terminal: Terminal,
     shown: Shown,
-    /// The last event that was shown.
-    last: Option<String>,
+    known: Known,
+}
+
+/// The events that were shown, in their order, and the step of each that has figures of one.
+#[derive(Default)]
+struct Known(IndexMap<String, Option<f64>>);
+
+impl Known {
+    fn add(&mut self, event: Event) {
+        let step = event.number("step");
+        self.0.insert(event.id, step);
+    }
+
+    /// Where an event is among them.
+    fn place(&self, event: &Event) -> Option<usize> {
+        self.0.get_index_of(&event.id)
+    }
+
+    /// Forgets those after the newest that the server has yet. If there are such, a run has gone on from a checkpoint:
+    /// the last step that is left.
+    fn forget_after(&mut self, newest: usize) -> Option<f64> {
+        let is_again = newest + 1 < self.0.len();
+        self.0.truncate(newest + 1);
+        is_again.then(|| self.0.values().rev().find_map(|step| *step).unwrap_or(0.0))
+    }
 }
 
 impl Watch<'_> {
@@ -144,32 +176,41 @@ impl Watch<'_> {
     fn look(&mut self) -> Result<(Value, Job), Failure> {
         // Its end comes after all events.
         let found = find(self.client, self.id)?;
-        for event in self.new_events()? {
+        let (new, newest_known) = self.new_events()?;
+        if let Some(step) = newest_known.and_then(|place| self.known.forget_after(place)) {
+            self.terminal.note(format!(
+                "the server has gone on from a checkpoint, and tells again what came after step {step}"
+            ));
+        }
+        for event in new {
             self.shown.show(&event, self.terminal);
-            self.last = Some(event.id);
+            self.known.add(event);
         }
         Ok(found)
     }
 
-    /// The events since the last one, in the order of time.
-    fn new_events(&self) -> Result<Vec<Event>, Failure> {
+    /// The events that were not shown yet, in the order of time, and the place of the newest that was.
+    fn new_events(&self) -> Result<(Vec<Event>, Option<usize>), Failure> {
         let mut new: Vec<Event> = Vec::new();
         loop {
             let after = new.last().map(|event| format!("&after={}", event.id));
             let after = after.unwrap_or_default();
             let page = format!("{}/events?limit={PAGE}{after}", path(self.id));
             let Events { data, has_more } = self.client.read(&self.client.get(&page)?)?;
-            let (count, is_empty) = (new.len(), data.is_empty());
-            // Their ids stand in the next address.
-            let is_new = |event: &Event| {
-                Some(&event.id) != self.last.as_ref() && super::id(&event.id).is_ok()
-            };
-            let before = data.len();
-            new.extend(data.into_iter().take_while(is_new));
-            let all_are_new = new.len() - count == before;
-            if is_empty || !has_more || !all_are_new || new.len() >= MOST {
+            let mut is_end = data.is_empty() || !has_more;
+            let mut newest_known = None;
+            for event in data {
+                newest_known = self.known.place(&event);
+                // Their ids stand in the next address.
+                if newest_known.is_some() || super::id(&event.id).is_err() {
+                    is_end = true;
+                    break;
+                }
+                new.push(event);
+            }
+            if is_end || new.len() >= MOST {
                 new.reverse();
-                return Ok(new);
+                return Ok((new, newest_known));
             }
         }
     }
@@ -187,8 +228,8 @@ impl Shown {
     }
 
     fn show(&mut self, event: &Event, terminal: Terminal) {
-        let number = |name: &str| event.data.as_ref()?.get(name)?.as_f64();
-        let trained = (number("step"), number("total_steps"), number("train_loss"));
+        let trained =
+            (event.number("step"), event.number("total_steps"), event.number("train_loss"));
         if let (true, (Some(step), Some(steps), Some(loss))) = (self.draws, trained) {
             let steps = steps.max(0.0) as u64;
             let bar = self.bar.get_or_insert_with(|| {
@@ -196,7 +237,7 @@ impl Shown {
             });
             if let Some(bar) = bar.drawn() {
                 bar.set_position(step.max(0.0) as u64);
-                let share = number("train_mean_token_accuracy");
+                let share = event.number("train_mean_token_accuracy");
                 let share = share.map(|share| format!("  accuracy {share:.3}")).unwrap_or_default();
                 bar.set_message(format!("loss {loss:.4}{share}"));
             }
@@ -211,5 +252,31 @@ impl Shown {
             ("info", None) => terminal.note(&event.message),
             (level, _) => terminal.note(format!("{level}: {}", event.message)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_the_server_has_forgotten_is_forgotten_and_said() {
+        let event = |id: &str, step: Option<u64>| -> Event {
+            let data = step.map_or(json!({}), |step| json!({ "step": step }));
+            serde_json::from_value(json!({"id": id, "level": "info", "message": id, "data": data}))
+                .unwrap()
+        };
+        let mut known = Known::default();
+        for (id, step) in [("created", None), ("one", Some(1)), ("saved", None), ("two", Some(2))] {
+            known.add(event(id, step));
+        }
+        let place = |known: &Known, id| known.place(&event(id, None));
+        let newest = place(&known, "two").unwrap();
+        assert_eq!(known.forget_after(newest), None, "it still has all");
+        let saved = place(&known, "saved").unwrap();
+        assert_eq!(known.forget_after(saved), Some(1.0));
+        assert_eq!((place(&known, "two"), place(&known, "saved")), (None, Some(saved)));
+        assert_eq!(known.forget_after(0), Some(0.0), "it began from the beginning");
     }
 }

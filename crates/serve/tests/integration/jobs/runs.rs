@@ -1,13 +1,16 @@
 //! Runs that are stopped, killed, paused and cancelled.
 
-use super::client::{Client, adapter_bytes, error_of, lines, model, serve};
+use super::client::{Client, adapter_bytes, demo, error_of, lines, model, serve, serve_model};
 use metal_candle::adapter::Adapter;
+use metal_candle::model::{Holding, Model, Quantization};
 use metal_candle::random::SplitMix64;
+use metal_candle::{DType, Device};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Names the data folder of a server that is to be killed.
@@ -178,5 +181,70 @@ fn a_cancelled_job_leaves_its_checkpoints_and_the_next_one_begins() {
     assert_eq!(client.delete(&format!("/v1/models/{name}")).0, 200);
     assert_eq!(client.get(&format!("/v1/models/{name}")).0, 404);
     client.post(&format!("/v1/fine_tuning/jobs/{second}/cancel"), &json!({}));
+    server.stop();
+}
+
+#[test]
+fn a_job_waits_for_a_server_with_the_options_that_it_was_begun_with() {
+    let (bytes, ..) = undisturbed();
+    let folder = tempfile::tempdir().unwrap();
+    let server = serve(folder.path());
+    let client = Client::of(&server);
+    let id = client.job(&long_run(&client));
+    client.until(&id, |_| !client.all(&id, "checkpoints", 10).is_empty());
+    server.stop();
+    let run = folder.path().join("jobs").join(&id);
+    let files = || -> Vec<String> {
+        let steps = fs::read_dir(run.join("checkpoints")).unwrap();
+        let files = steps.flat_map(|step| fs::read_dir(step.unwrap().path()).unwrap());
+        let mut files: Vec<String> =
+            files.map(|file| file.unwrap().path().display().to_string()).collect();
+        files.sort();
+        files
+    };
+    let resume_if_paused = |client: &Client| {
+        if client.look(&id)["paused"] == true {
+            assert_eq!(
+                client.post(&format!("/v1/fine_tuning/jobs/{id}/resume"), &json!({})).0,
+                200
+            );
+        }
+    };
+    let whole = files();
+    assert!(whole.iter().any(|file| file.ends_with("trainer_state.json")), "{whole:?}");
+
+    let load = |dtype, quantization: Option<Quantization>| {
+        let holding = Holding::from(quantization);
+        Arc::new(Model::load_with(demo("base"), dtype, &Device::Cpu, holding).unwrap())
+    };
+    let q8_0: Quantization = "q8_0".parse().unwrap();
+    for (dtype, quantization, knows_options, expected) in [
+        (DType::BF16, None, true, "dtype is bf16, and was f32 (start it with --dtype f32)"),
+        (DType::F32, Some(q8_0), true, "quantize is q8_0, and was none"),
+        // As of a job that a server of a former version has begun.
+        (DType::BF16, None, false, "trainer_state.json: cannot be resumed: the base model"),
+    ] {
+        if !knows_options {
+            fs::remove_file(run.join("server_options.json")).unwrap();
+        }
+        let server = serve_model(folder.path(), &load(dtype, quantization), 1, |options| {
+            options.quantization = quantization;
+        });
+        let client = Client::of(&server);
+        resume_if_paused(&client);
+        client.until(&id, |job| job["paused"] == true);
+        let newest = client.all(&id, "events", 100).pop().unwrap();
+        let told = newest["message"].as_str().unwrap();
+        assert!(newest["level"] == "warn" && told.contains(expected), "{newest}");
+        assert_eq!(files(), whole);
+        server.stop();
+    }
+
+    let server = serve(folder.path());
+    let client = Client::of(&server);
+    assert_eq!(client.look(&id)["paused"], true);
+    resume_if_paused(&client);
+    client.succeeded(&id);
+    assert_eq!(adapter_bytes(folder.path(), &id), bytes);
     server.stop();
 }
