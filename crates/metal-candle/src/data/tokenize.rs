@@ -443,7 +443,7 @@ mod tests {
         ];
         let rendered = |text: &str| Rendered {
             text: format!("add|{text}|Done."),
-            assistant: vec![4..4 + text.len()],
+            assistant: std::iter::once(4..4 + text.len()).collect(),
             unended: false,
         };
         assert!(shows_calls(&messages, 0, &rendered("[add]")));
