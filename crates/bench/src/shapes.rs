@@ -74,7 +74,7 @@ pub fn config(shape: &str) -> Result<Config> {
         return Err(Error::option(
             "shape",
             format!(
-                "is {shape}, expected one of {}, a model's folder or its config.json",
+                "is {shape}, expected one of {}, a model's folder, its config.json or a GGUF file",
                 NAMES.join(", ")
             ),
         ));

@@ -172,7 +172,7 @@ __device__ __forceinline__ void hopper_backward_wide(const Parameters &p,
             probabilities();
             gradients();
         }
-        // The buffer was read by the step before that before.
+        // The sum that read this buffer, of two steps before, has ended.
         share(gradients_shared(step), dp);
         warpgroup_wait<0>();
         if constexpr (SECOND)

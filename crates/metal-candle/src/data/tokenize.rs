@@ -263,12 +263,13 @@ impl<'a> Builder<'a> {
         let mut rendered = template.render_with_spans_from(messages, &options, first)?;
         if rendered.unended && !self.warned_of_end.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "the chat template writes no special token after the last answer of a conversation, so no such token is \
-                 learned there, and the model may not learn to stop: write the token that ends a turn (such as eos_token) \
-                 after every answer in the template"
+                "what is learned of the last answer of a conversation ends without a special token, so the model may not learn \
+                 to stop: write the token that ends a turn (such as eos_token) after every answer in the chat template, and \
+                 before {{% endgeneration %}} where it has that"
             );
         }
-        if !shows_calls(messages, first, &rendered)
+        if !self.warned_of_calls.load(Ordering::Relaxed)
+            && !shows_calls(messages, first, &rendered)
             && !self.warned_of_calls.swap(true, Ordering::Relaxed)
         {
             tracing::warn!(

@@ -164,7 +164,8 @@ impl Config {
     }
 
     /// How many tokens a text may have: `max_position_embeddings`, or what the rope of all layers, linear or YaRN's, stretches
-    /// the context to, as files of such models often have the length before.
+    /// the context to, as files of such models often have the length before. Some with a linear rope have that after it, which
+    /// nothing tells; they, too, are allowed the longer one.
     pub fn context(&self) -> usize {
         let longest = self.max_position_embeddings;
         let stretched = match self.ropes.as_slice() {

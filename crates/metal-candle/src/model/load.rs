@@ -367,7 +367,7 @@ impl<'f> Files<'f> {
         unread.retain(|name| !is_of_cache(name));
         if unread.len() < all {
             tracing::warn!(
-                "{}: the scales of a KV cache in 8 bits are left alone: the cache keeps numbers as --cache-dtype says",
+                "{}: the scales of a KV cache in 8 bits are left alone: a cache has scales of its own here",
                 self.path.display()
             );
         }

@@ -443,7 +443,8 @@ fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Whether a value has a length and items, which strings and mappings have too.
+/// Whether a value has a length and items, which strings and mappings have too. Slices and ranges, which have these in Python,
+/// aren't told from generators here.
 fn is_sequence(value: &Value) -> bool {
     let sequences =
         [ValueKind::Undefined, ValueKind::String, ValueKind::Bytes, ValueKind::Seq, ValueKind::Map];

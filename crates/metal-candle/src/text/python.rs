@@ -96,7 +96,8 @@ fn padded(text: &str, method: &str, arguments: &[Value]) -> Result<Value, Error>
     Ok(Value::from(format!("{sign}{}{text}{}", fill.repeat(left), fill.repeat(missing - left))))
 }
 
-/// A whole number; the default, which is 0, of what is none.
+/// A whole number, also of a text with white space around it or underscores between its digits; the default, which is 0, of
+/// what is none.
 pub(super) fn int(
     state: &State,
     value: &Value,
@@ -108,7 +109,30 @@ pub(super) fn int(
         Some(default) => default,
         None => named.get::<Option<Value>>("default")?.unwrap_or_else(|| Value::from(0)),
     };
-    filters::int(state, value, Some(default), base, named)
+    let value = match value.as_str().map(str::trim) {
+        Some(text) => Value::from(without_underscores(text)),
+        None => value.clone(),
+    };
+    let as_float = match value.as_str() {
+        Some(text) => text.parse().ok(),
+        None => f64::try_from(value.clone()).ok(),
+    };
+    if as_float.is_some_and(|number: f64| !number.is_finite()) {
+        named.get::<Option<Value>>("base")?;
+        named.assert_all_used()?;
+        return Ok(default);
+    }
+    filters::int(state, &value, Some(default), base, named)
+}
+
+/// A number's text without the underscores that stand between its digits.
+fn without_underscores(text: &str) -> String {
+    let parts: Vec<&str> = text.split('_').collect();
+    let is_digit = |digit: Option<char>| digit.is_some_and(|it| it.is_ascii_alphanumeric());
+    let stand_between = parts
+        .windows(2)
+        .all(|pair| is_digit(pair[0].chars().next_back()) && is_digit(pair[1].chars().next()));
+    if stand_between { parts.concat() } else { text.to_string() }
 }
 
 /// A text cut to a length, between words unless `killwords`; one that is longer by no more than `leeway` stays.

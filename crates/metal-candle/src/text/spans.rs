@@ -168,21 +168,30 @@ impl Turns<'_> {
             }
         }
         let (start, end) = (start?, end?);
-        let end = self.over_late_end(start, end);
+        let end = self.over_late_end(index, start, end);
         (start <= end).then(|| start..self.without_space_after_end(start, end))
     }
 
     /// Where the conversation up to this turn ends in the whole, if it renders as a prefix of it but for the header of
     /// a turn that comes after it.
     fn end_by_prefix(&self, index: usize) -> Option<usize> {
-        let rendered = self.template.render_marked(self.messages.get(..=index)?, &self.options);
-        let mut text = rendered.ok()?.text;
+        let next = self.messages.get(index + 1);
+        let mut text = match next {
+            Some(_) => {
+                self.template.render_marked(self.messages.get(..=index)?, &self.options).ok()?.text
+            }
+            None => self.text.to_string(),
+        };
+        // What another's turn begins behind isn't the header of the model's.
+        if next.is_some_and(|next| !next.is_from_model()) && self.text.starts_with(&text) {
+            return Some(text.len());
+        }
         text.truncate(text.len() - self.header_behind(index, &text));
         self.text.starts_with(&text).then_some(text.len())
     }
 
     /// Where the turn starts, by how far that is behind a mark in the message before it; `whole_header` says whether
-    /// that is behind all of the header, which may begin the model's reasoning though no turn of history keeps it.
+    /// that is behind all of the header, which may begin the model's reasoning where earlier turns are written without any.
     fn start_by_mark(&self, index: usize, whole_header: bool) -> Option<usize> {
         let before = index.checked_sub(1)?;
         let options = RenderOptions { add_generation_prompt: true, ..self.options };
@@ -231,7 +240,9 @@ impl Turns<'_> {
         if index + 1 == self.messages.len() {
             return Some(end);
         }
-        let mut later = self.messages.iter().enumerate().skip(index + 1);
+        // Few, as each is a rendering of all.
+        const LOOKED_AT: usize = 3;
+        let mut later = self.messages.iter().enumerate().skip(index + 1).take(LOOKED_AT);
         let next = later.find_map(|(index, message)| {
             marked(message).iter().find_map(|marked| Some(self.place(index, marked)?.0))
         })?;
@@ -302,7 +313,12 @@ impl Turns<'_> {
             let behind = marked(self.messages.get(index)?)
                 .iter()
                 .find_map(|message| self.behind_mark(index, message, index + 1, &self.options))?;
-            let both = common_end(rendered, common_end(&before, &behind));
+            let mut both = common_end(rendered, common_end(&before, &behind));
+            // A header is written before any turn, too; the end of turns isn't.
+            let empty = self.template.render_marked(&[], &self.options).ok();
+            if let Some(empty) = &empty {
+                both = common_end(both, &empty.text);
+            }
             let tokens = |tokens: &[String], last: bool| {
                 let places = tokens.iter().filter_map(|token| match last {
                     true => both.rfind(token.as_str()).map(|place| place + token.len()),
@@ -384,9 +400,9 @@ impl Turns<'_> {
     }
 
     /// Extends an end that has no special token over the one directly behind it, which a template may write only where
-    /// another turn follows. Behind a token that begins the next turn stands what the token tells of; behind one that
-    /// ends this turn, the special token that begins the next.
-    fn over_late_end(&self, start: usize, end: usize) -> usize {
+    /// another turn follows. It ends this turn if nothing or another special token follows it; one that begins a turn is
+    /// followed by a text, or by the content of the next message, or this turn itself begins by it.
+    fn over_late_end(&self, index: usize, start: usize, end: usize) -> usize {
         if self.ends_with_token(start, end) {
             return end;
         }
@@ -397,25 +413,32 @@ impl Turns<'_> {
         if let Some(token) = self.template.end_tokens.iter().find(ends) {
             return end + space + token.len();
         }
-        let begins = |text: &str| {
-            let mut tokens = self.template.special_tokens.iter();
-            tokens.find(|token| text.starts_with(token.as_str()) && !self.template.is_bos(token))
-        };
-        match begins(rest) {
-            Some(token) => {
-                let next = rest.get(token.len()..).unwrap_or_default().trim_start();
-                let is_end = next.is_empty()
-                    || self.template.special_tokens.iter().any(|it| next.starts_with(it.as_str()));
-                if is_end { end + token.len() } else { end }
+        let header = self.text.get(..start).unwrap_or_default().trim_end();
+        let is_end = |token: &&String| {
+            let token = token.as_str();
+            let Some(next) = rest.strip_prefix(token) else { return false };
+            if self.template.is_bos(token) || header.ends_with(token) {
+                return false;
             }
-            None => end,
-        }
+            let (space, next) = (next.len() - next.trim_start().len(), next.trim_start());
+            let follows =
+                self.template.special_tokens.iter().any(|it| next.starts_with(it.as_str()));
+            let is_content = || {
+                let message = self.messages.get(index + 1);
+                let content = message.and_then(|message| self.content(index + 1, message));
+                content.is_some_and(|content| content.start <= end + token.len() + space)
+            };
+            next.is_empty() || follows && !is_content()
+        };
+        let mut tokens = self.template.special_tokens.iter();
+        tokens.find(is_end).map_or(end, |token| end + token.len())
     }
 
     /// Whether this part of the text has a special token at its end, white space aside.
     fn ends_with_token(&self, start: usize, end: usize) -> bool {
         let kept = self.text.get(start..end).unwrap_or_default().trim_end();
-        self.template.special_tokens.iter().any(|token| kept.ends_with(token.as_str()))
+        let tokens = self.template.special_tokens.iter().chain(&self.template.end_tokens);
+        tokens.into_iter().any(|token| kept.ends_with(token.as_str()))
     }
 
     fn without_space_after_end(&self, start: usize, end: usize) -> usize {

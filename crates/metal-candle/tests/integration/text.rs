@@ -535,6 +535,19 @@ fn a_header_that_is_always_written_is_in_no_span() {
     // Here the end of a turn isn't among the tokens that end a generation.
     let other = source.replace("<|im_end|>", "<|eot_id|>");
     assert_eq!(spans_of(&other, same).0, ["Hi<|eot_id|>"]);
+    // Such an end is no header where the template asks for none.
+    let ends = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>\n{% endfor %}";
+    let both = json!([
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Again"}, {"role": "assistant", "content": "Hello"},
+    ]);
+    assert_eq!(spans_of(ends, both.clone()).0, ["assistant: Hello<|eot_id|>"; 2]);
+    // A role that is one token, also before a text that begins with one.
+    let roles = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|eot_id|>' }}{{ m.content }}{% endfor %}<|im_start|>";
+    assert_eq!(spans_of(roles, both.clone()).0, ["Hello"; 2]);
+    let mut token = both;
+    token[2]["content"] = "<|im_start|>x".into();
+    assert_eq!(spans_of(roles, token).0, ["Hello"; 2]);
 }
 
 #[test]
@@ -670,6 +683,7 @@ fn values_are_what_jinja2_says_they_are() {
 fn methods_and_filters_of_python_are_there() {
     for (source, expected) in [
         ("{{ 'x'|int }}{{ '7'|int }}{{ '7.9'|int }}{{ none|int }}{{ [1]|int }}", "07700"),
+        ("{{ ' 7\n'|int }} {{ '1_000'|int }} {{ '1__0'|int }} {{ 'inf'|int }}", "7 1000 0 0"),
         ("{{ 'x'|int(3) }}{{ 'x'|int(default=5) }}{{ '1f'|int(0, 16) }}", "3531"),
         ("{{ 'a b c d e'|truncate(5) }}|{{ 'hello big world'|truncate(9) }}", "a b c d e|hello..."),
         (
@@ -688,18 +702,17 @@ fn methods_and_filters_of_python_are_there() {
 #[test]
 fn what_strings_are_looped_over_or_made_of_is_bounded() {
     let loops = "{% set x = 'x' * 4000 * (messages|length) * 2000 %}{% for a in range(90000) %}{% for c in x %}{% break %}{% endfor %}{% endfor %}";
-    let recursive =
-        "{% for a in ['x' * 4000] recursive %}{{ loop(a * 2000) }}{{ loop(a) }}{% endfor %}";
-    let paddings =
-        ["center", "ljust", "rjust", "zfill"].map(|pad| format!("{{{{ 'a'.{pad}(10000000) }}}}"));
-    for source in [loops, recursive].into_iter().chain(paddings.iter().map(String::as_str)) {
+    // More than there is memory, so that nothing but a look at the width before can refuse it.
+    let paddings = ["center", "ljust", "rjust", "zfill"]
+        .map(|pad| format!("{{{{ 'a'.{pad}(1000000000000000) }}}}"));
+    for source in std::iter::once(loops).chain(paddings.iter().map(String::as_str)) {
         let mut tokenizer = tokenizer("tokenizer");
         tokenizer.set_chat_template(source).unwrap();
         let template = tokenizer.require_chat_template().unwrap();
         let outcome = template.render(&[Message::new("user", "x")], &RenderOptions::default());
         assert!(outcome.is_err(), "{source}");
     }
-    // Rewriting literals goes through a source once, whatever it leaves open.
+    // Whatever a source leaves open, rewriting its literals is done soon and doesn't panic.
     let mut tokenizer = tokenizer("tokenizer");
     for again in ["{% raw %}", "{#", "{{ '", "{{ '\\\n", "{{ (", "{% '\\U"] {
         let _ = tokenizer.set_chat_template(&again.repeat((256 << 10) / again.len()));
