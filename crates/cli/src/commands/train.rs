@@ -442,8 +442,8 @@ impl Absent {
         let told = errors::describe(&error);
         match self.paths.iter().find(|(_, path)| told.contains(path)) {
             Some((key, path)) => error.context(format!(
-                "{path} is from the settings of the run ({}), where a path is relative to the folder in which the run was begun: \
-                 go on from there, or give --{}",
+                "{path} is from the settings of the run ({}); if it is a path, it is relative to the folder in which the run was \
+                 begun: go on from there, or give --{}",
                 self.config.display(),
                 key.replace('_', "-")
             )),

@@ -177,9 +177,15 @@ pub fn abandon(path: impl AsRef<Path>) {
         let mut is_clear = true;
         for entry in fs::read_dir(&parent).map_err(Error::io(&parent))? {
             let entry = entry.map_err(Error::io(&parent))?;
-            let is_own = entry.file_name().to_string_lossy().starts_with(&own);
-            // What is written meanwhile is in the way.
-            is_clear &= !is_own || remove(&entry.path()).is_ok();
+            if !entry.file_name().to_string_lossy().starts_with(&own) {
+                continue;
+            }
+            // Under another name first: of this and its writer's renaming one comes first, and what has its name is whole.
+            let aside = parent.join(hidden(&name, REMOVED));
+            match fs::rename(entry.path(), &aside) {
+                Ok(()) => is_clear &= remove(&aside).is_ok(),
+                Err(error) => is_clear &= error.kind() == io::ErrorKind::NotFound,
+            }
         }
         Ok(is_clear)
     };

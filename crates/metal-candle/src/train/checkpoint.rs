@@ -154,9 +154,11 @@ impl State {
 }
 
 impl Fingerprint {
-    /// A hash of what the log-probabilities of answers under the reference depend on (XXH3).
-    pub fn of_references(&self, dtype: DType) -> String {
+    /// A hash of what the log-probabilities of answers under the reference depend on (XXH3), with that of its weights where it
+    /// is known.
+    pub fn of_references(&self, dtype: DType, weights: Option<&str>) -> String {
         let mut hash = Hash::new();
+        hash.add(weights.unwrap_or_default().as_bytes());
         let validation = self.validation_hash.as_deref().unwrap_or_default();
         let reference = self.reference.as_deref().unwrap_or_default();
         let model = [self.model_hash.as_str(), dtype.as_str(), reference];
@@ -475,9 +477,10 @@ fn check_files<'a>(
     Ok(())
 }
 
-/// Copies a checkpoint, unless there is one at `to` already.
+/// Copies a checkpoint, unless it is at `to` already, and whole.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
-    if to.is_dir() {
+    let state = |folder: &Path| std::fs::read(folder.join(STATE)).ok();
+    if state(to).is_some_and(|there| state(from) == Some(there)) && check_own_files(to).is_ok() {
         return Ok(());
     }
     let parent = to.parent().unwrap_or(to);
@@ -487,21 +490,30 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
             let entry = entry.map_err(Error::io(from))?;
             let path = entry.path();
             if path.is_file() {
-                std::fs::copy(&path, staging.join(entry.file_name())).map_err(Error::io(to))?;
+                std::fs::copy(&path, staging.join(entry.file_name())).map_err(Error::io(&path))?;
             }
         }
         Ok(())
     })
 }
 
+/// The hashes that a checkpoint has of its files, none in an earlier version.
+fn hashes_of(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let state: Value = files::read_json(folder.join(STATE))?;
+    match state.get("files") {
+        Some(files) => serde_json::from_value(files.clone())
+            .map_err(|error| Error::file(folder.join(STATE), format!("files: {error}"))),
+        None => Ok(BTreeMap::new()),
+    }
+}
+
+fn check_own_files(folder: &Path) -> Result<()> {
+    check_files(folder, &hashes_of(folder)?)
+}
+
 /// Reads the parameters of a checkpoint into the adapter.
 pub(super) fn read_parameters(folder: &Path, adapter: &Adapter) -> Result<()> {
-    let state: Value = files::read_json(folder.join(STATE))?;
-    let files: BTreeMap<String, String> = match state.get("files") {
-        Some(files) => serde_json::from_value(files.clone())
-            .map_err(|error| Error::file(folder.join(STATE), format!("files: {error}")))?,
-        None => BTreeMap::new(),
-    };
+    let files = hashes_of(folder)?;
     check_files(folder, files.iter().filter(|(name, _)| *name != OPTIMIZER))?;
     adapter.load_parameters(folder)
 }

@@ -694,9 +694,10 @@ impl<'a> Trainer<'a> {
                 let hash = self.adapter.parameters().fingerprint()?;
                 self.state.reference_weights = Some(format!("{hash:016x}"));
             }
-            self.known = self.references(&folders)?;
+            let weights = self.state.reference_weights.clone();
+            self.known = self.references(&folders, weights.as_deref())?;
         }
-        let (hash, lengths) = self.references_wanted();
+        let (hash, lengths) = self.references_wanted(self.state.reference_weights.as_deref());
         let is_kept = matches!(references::read(&folder, &hash, &lengths), Ok(Some(_)));
         if self.group.is_root() && !is_kept {
             references::write(&folder, &hash, &self.known)?;
@@ -711,22 +712,25 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         let folders = self.reference_folders(Some(parent));
-        let (hash, lengths) = self.references_wanted();
+        let weights = state.reference_weights.as_deref();
+        let (hash, lengths) = self.references_wanted(weights);
         let is_kept =
             |folder: &PathBuf| matches!(references::read(folder, &hash, &lengths), Ok(Some(_)));
-        // Of weights in parts there is no hash of all.
-        if let Some(expected) = &state.reference_weights
-            && self.adapter.parameters().partition().is_none()
-            && !folders.iter().any(is_kept)
-            && format!("{:016x}", self.adapter.parameters().fingerprint()?) != *expected
-        {
-            return Err(Error::file(
-                parent.join(references::FILE),
-                "is missing or damaged, and the base, by which it would be computed again, is not what it was when the run \
-                 began; bring one of them back, or start a new run",
-            ));
+        if !folders.iter().any(is_kept) {
+            // Of weights in parts there is no hash of all.
+            let found = match self.adapter.parameters().partition() {
+                None => Some(format!("{:016x}", self.adapter.parameters().fingerprint()?)),
+                Some(_) => None,
+            };
+            if found.is_none() || found.as_deref() != weights {
+                return Err(Error::file(
+                    parent.join(references::FILE),
+                    "is missing or damaged, and the base, by which it would be computed again, is not known to be what it was \
+                     when the run began; bring the file back, or start a new run",
+                ));
+            }
         }
-        self.known = self.references(&folders)?;
+        self.known = self.references(&folders, weights)?;
         Ok(())
     }
 
@@ -740,16 +744,16 @@ impl<'a> Trainer<'a> {
     }
 
     /// The hash of what the log-probabilities under the reference are computed from, and how many examples each data set has.
-    fn references_wanted(&self) -> (String, Vec<usize>) {
+    fn references_wanted(&self, weights: Option<&str>) -> (String, Vec<usize>) {
         let data = std::iter::once(self.batches).chain(self.validation);
         let lengths = data.map(|batches| batches.dataset().len()).collect();
-        (self.state.fingerprint.of_references(self.model.dtype()), lengths)
+        (self.state.fingerprint.of_references(self.model.dtype(), weights), lengths)
     }
 
     /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed.
     /// In full fine-tuning the reference is what is trained, as long as that is what it was in the beginning.
-    fn references(&self, folders: &[PathBuf]) -> Result<Vec<References>> {
-        let (hash, lengths) = self.references_wanted();
+    fn references(&self, folders: &[PathBuf], weights: Option<&str>) -> Result<Vec<References>> {
+        let (hash, lengths) = self.references_wanted(weights);
         let mut found = None;
         for folder in folders {
             match references::read(folder, &hash, &lengths) {
@@ -1323,7 +1327,9 @@ impl<'a> Trainer<'a> {
                          the last step"
                     );
                 }
-                let last = checkpoint::folder(&self.output, self.state.step);
+                let state = &mut self.state;
+                (state.best_loss, state.best_value, state.best_step) = (None, None, None);
+                let last = checkpoint::folder(&self.output, state.step);
                 self.adapter.load_parameters(last)?;
             }
         }

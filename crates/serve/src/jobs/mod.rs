@@ -54,7 +54,9 @@ impl Jobs {
     /// When the system has no threads left.
     pub fn start(app: &Shared) -> Result<Self> {
         let runtime = Handle::current();
-        tidy_ended(&app.store)?;
+        if let Err(error) = tidy_ended(&app.store) {
+            tracing::warn!("what jobs that have ended need no more is not removed: {error}");
+        }
         let mut jobs = Self { app: app.clone(), threads: Vec::new() };
         if app.model.is_tensor_parallel() {
             for statuses in [[Status::ValidatingFiles; 2], [Status::Queued, Status::Running]] {

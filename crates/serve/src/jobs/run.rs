@@ -151,6 +151,9 @@ fn train(
             }
         }
         if let Err(error) = trainer.resume_newest(&folder) {
+            if latest_checkpoint(&folder)?.is_none() {
+                return Err(error.into());
+            }
             // Whoever looks after the server may put back what is missing, so nothing is given up.
             let error = app.store.without_paths(&error.to_string());
             return Ok(Ended::Waits(format!(
