@@ -185,7 +185,11 @@ fn going_back_that_is_broken_off_is_made_up_for() {
         assert!(output.status.success(), "{stderr}");
         assert!(stderr.contains("Going on after step 2 of 8"), "{stderr}");
         assert!(result(run) == result("whole"), "{run}");
-        assert_eq!(log(&place, run), log(&place, "whole"), "{run}");
+        // Checkpoints are written beside the steps that follow, and told of when they are there.
+        let [mut found, mut expected] = [run, "whole"].map(|run| log(&place, run));
+        found.sort();
+        expected.sort();
+        assert_eq!(found, expected, "{run}");
         assert!(!place.read(&format!("{run}/train_config.yaml")).contains("resume_from"));
     }
 }
