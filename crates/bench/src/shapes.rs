@@ -4,7 +4,7 @@
 use metal_candle::model::Config;
 use metal_candle::{Error, Result};
 use serde_json::{Value, json};
-use std::path::{Component, Path};
+use std::path::Path;
 
 /// The names that [`config`] knows.
 pub const NAMES: [&str; 4] = ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "tiny"];
@@ -87,14 +87,10 @@ pub fn config(shape: &str) -> Result<Config> {
 pub(crate) fn label(shape: &str) -> String {
     let path = Path::new(shape);
     let is_config = path.file_name().is_some_and(|it| it == "config.json");
-    let named = if is_config { path.parent().unwrap_or(path) } else { path };
-    let last = named.components().next_back();
-    match last {
-        Some(Component::Normal(_)) if !is_config && path.is_file() => named.file_stem(),
-        Some(Component::Normal(name)) => Some(name),
-        _ => path.file_stem(),
-    }
-    .map_or_else(|| shape.to_string(), |name| name.to_string_lossy().into_owned())
+    let folder = path.parent().filter(|_| is_config).and_then(Path::file_name);
+    let is_file = is_config || path.is_file();
+    let name = folder.or_else(|| if is_file { path.file_stem() } else { path.file_name() });
+    name.map_or_else(|| shape.to_string(), |name| name.to_string_lossy().into_owned())
 }
 
 #[cfg(test)]

@@ -390,17 +390,16 @@ impl Run {
         }
         let position = trainer.position();
         let config = output.join(CONFIG);
+        let of_root = resumed.as_ref().filter(|_| group.is_root());
+        let from = of_root.and_then(|it| resume_from(output, &it.checkpoint));
         if group.is_root() {
-            let text = settings.to_yaml()?;
             // From here on the run is what was asked for, wherever it is killed: first its settings say so, then what it no
             // longer has goes.
-            let from = resumed.as_ref().and_then(|it| resume_from(output, &it.checkpoint));
-            match &from {
-                Some(from) => {
-                    files::write_bytes_atomic(&config, with_resume_from(text, from)?)?;
-                }
-                None => files::write_bytes_atomic(&config, text)?,
+            let mut text = settings.to_yaml()?;
+            if let Some(from) = &from {
+                text = with_resume_from(text, from)?;
             }
+            files::write_bytes_atomic(&config, text)?;
             if resumed.is_some() {
                 trainer.take_over()?;
             }
@@ -424,7 +423,7 @@ impl Run {
                 });
             }
             sinks.push(Progress::new(terminal, self.options.steps, position.step));
-            if resumed.is_some() {
+            if from.is_some() {
                 files::write_bytes_atomic(&config, settings.to_yaml()?)?;
             }
             trainer.run(&mut sinks).map_err(|error| way_on(error, output))?

@@ -251,10 +251,10 @@ impl Turns<'_> {
 
     /// Where the mark of a message stands in the whole, and what follows there.
     fn place(&self, index: usize, message: &Message) -> Option<(usize, &str)> {
-        let rendered = self.with_message(index, message, self.messages.len(), &self.options)?;
-        let (before, behind) = rendered.split_once(CONTENT_END)?;
-        let rest = self.text.strip_prefix(before)?;
-        (rest == behind.replace(CONTENT_END, "")).then_some((before.len(), rest))
+        let (before, behind) =
+            self.around_mark(index, message, self.messages.len(), &self.options)?;
+        let rest = self.text.strip_prefix(before.as_str())?;
+        (rest == behind).then_some((before.len(), rest))
     }
 
     /// What the first `count` messages have behind the mark of one of them.
@@ -265,9 +265,20 @@ impl Turns<'_> {
         count: usize,
         options: &RenderOptions,
     ) -> Option<String> {
+        Some(self.around_mark(index, message, count, options)?.1)
+    }
+
+    /// What the first `count` messages have before the mark of one of them, and behind it.
+    fn around_mark(
+        &self,
+        index: usize,
+        message: &Message,
+        count: usize,
+        options: &RenderOptions,
+    ) -> Option<(String, String)> {
         let rendered = self.with_message(index, message, count, options)?;
-        let (_, behind) = rendered.split_once(CONTENT_END)?;
-        Some(behind.replace(CONTENT_END, ""))
+        let (before, behind) = rendered.split_once(CONTENT_END)?;
+        Some((before.to_string(), behind.replace(CONTENT_END, "")))
     }
 
     /// Whether the calls of a message are in the text; some templates leave them out.

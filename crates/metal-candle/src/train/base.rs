@@ -4,19 +4,14 @@
 //! path, size, time of modification and inode of its file, and a file of which all these are the same
 //! is not read again when the run is resumed.
 
-use crate::hash::Hash;
+use crate::hash::of_file;
 use crate::{Error, Result, files};
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 const NAME: &str = "base_files.json";
-/// What one thread hashes at a time; part of the definition of the hash.
-const PIECE: u64 = 64 << 20;
 
 /// A file whose hash is known.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -83,7 +78,7 @@ fn look_up(path: &Path, known: &[Known]) -> Result<Known> {
     let same = known.iter().find(|known| Known { hash: String::new(), ..(*known).clone() } == file);
     file.hash = match same {
         Some(known) => known.hash.clone(),
-        None => hash(path, file.size)?,
+        None => of_file(path, file.size)?,
     };
     Ok(file)
 }
@@ -101,37 +96,10 @@ fn identity(path: &Path, hash: String) -> Result<Known> {
     Ok(Known { path, size: metadata.len(), modified, inode, hash })
 }
 
-/// The hash of the hashes of a file's pieces, which threads read side by side.
-fn hash(path: &Path, size: u64) -> Result<String> {
-    let of_piece = |piece: u64| -> std::io::Result<u64> {
-        let mut file = File::open(path)?;
-        file.seek(SeekFrom::Start(piece * PIECE))?;
-        let mut hash = Hash::new();
-        let mut left = file.take(PIECE);
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match left.read(&mut buffer)? {
-                0 => return Ok(hash.finish()),
-                read => hash.add(buffer.get(..read).unwrap_or_default()),
-            }
-        }
-    };
-    let pieces: Vec<u64> = (0..size.div_ceil(PIECE))
-        .into_par_iter()
-        .map(of_piece)
-        .collect::<std::io::Result<_>>()
-        .map_err(Error::io(path))?;
-    let mut hash = Hash::new();
-    for piece in pieces {
-        hash.add(&piece.to_le_bytes());
-    }
-    Ok(format!("{:016x}", hash.finish()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
+    use std::fs::{self, File};
     use std::time::{Duration, SystemTime};
 
     fn set_time(path: &Path, seconds: u64) {

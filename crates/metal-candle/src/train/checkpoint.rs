@@ -13,7 +13,7 @@ use super::options::{BestBy, TrainOptions};
 use super::schedule::LearningRate;
 use crate::adapter::{Adapter, LoraConfig, TrainedFiles, read_config};
 use crate::data::BatchOptions;
-use crate::hash::Hash;
+use crate::hash::{Hash, of_file};
 use crate::model::Config;
 use crate::parallel::{Group, elsewhere};
 use crate::{Error, Result, files};
@@ -24,7 +24,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 const FOLDER: &str = "checkpoints";
@@ -71,7 +70,7 @@ pub(super) struct State {
     /// A hash of the weights that are the reference in full fine-tuning, which are gone once the run has begun.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference_weights: Option<String>,
-    /// The XXH3 of the checkpoint's files with tensors, by their names.
+    /// The hashes of the checkpoint's files with tensors, by their names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub files: BTreeMap<String, String>,
     /// What must not change between the parts of one run.
@@ -445,15 +444,8 @@ fn hashes(folder: &Path) -> Result<BTreeMap<String, String>> {
 
 /// The hash of a file's content.
 fn hash(path: &Path) -> Result<String> {
-    let (mut file, _) = files::open_regular(path)?;
-    let mut hash = Hash::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut buffer).map_err(Error::io(path))? {
-            0 => return Ok(format!("{:016x}", hash.finish())),
-            read => hash.add(buffer.get(..read).unwrap_or_default()),
-        }
-    }
+    let (_, metadata) = files::open_regular(path)?;
+    of_file(path, metadata.len())
 }
 
 /// That the files of a checkpoint are what was written.
@@ -468,7 +460,7 @@ fn check_files<'a>(
             return Err(Error::file(
                 path,
                 format!(
-                    "is not what was written here: its XXH3 is {found}, expected {expected}; bring it back, or go on from an \
+                    "is not what was written here: its hash is {found}, expected {expected}; bring it back, or go on from an \
                      earlier checkpoint"
                 ),
             ));
@@ -479,6 +471,9 @@ fn check_files<'a>(
 
 /// Copies a checkpoint, unless it is at `to` already, and whole.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
+    if to.canonicalize().is_ok_and(|to| from.canonicalize().is_ok_and(|from| from == to)) {
+        return Ok(());
+    }
     let state = |folder: &Path| std::fs::read(folder.join(STATE)).ok();
     if state(to).is_some_and(|there| state(from) == Some(there)) && check_own_files(to).is_ok() {
         return Ok(());
