@@ -460,6 +460,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         "arithmetic_softcap_$",
         "attention_few_64_$",
         "column_sums_$",
+        "copy_strided_4",
         "embedding_backward_$",
         "few_rows_1_$",
         "fill_zeros",
