@@ -324,6 +324,7 @@ template <typename T>
     if (offender != NOWHERE || key_of_largest == 0) {
         if (own.x == 0) {
             const float offending = offender != NOWHERE ? float(logits[offender]) : 0.0f;
+            result[0] = 0;
             result[2] = as_type<uint>(largest);
             result[3] = offender;
             result[4] = as_type<uint>(offending);

@@ -9,8 +9,8 @@ pub(crate) mod simd;
 mod unwritten;
 
 use candle_core::{
-    CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef,
-    Tensor, WithDType, bail,
+    CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, MetalStorage, Result, Storage,
+    StorageRef, Tensor, WithDType, bail,
 };
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -352,6 +352,30 @@ pub(crate) fn change_all_in_place<A: Real, const COUNT: usize>(
     })
 }
 
+/// Changes nothing, on any device.
+struct Nothing(&'static str);
+
+impl InplaceOp2 for Nothing {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<()> {
+        Ok(())
+    }
+    fn cuda_fwd(&self, _: &mut CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<()> {
+        Ok(())
+    }
+    fn metal_fwd(
+        &self,
+        _: &mut MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<()> {
+        Ok(())
+    }
+}
+
 /// An error when two tensors share storage: locking both for change would never return.
 pub(crate) fn require_separate(
     operation: &'static str,
@@ -359,30 +383,6 @@ pub(crate) fn require_separate(
     a: &Tensor,
     b: &Tensor,
 ) -> Result<()> {
-    struct Nothing(&'static str);
-    impl InplaceOp2 for Nothing {
-        fn name(&self) -> &'static str {
-            self.0
-        }
-        fn cpu_fwd(
-            &self,
-            _: &mut CpuStorage,
-            _: &Layout,
-            _: &CpuStorage,
-            _: &Layout,
-        ) -> Result<()> {
-            Ok(())
-        }
-        fn cuda_fwd(
-            &self,
-            _: &mut CudaStorage,
-            _: &Layout,
-            _: &CudaStorage,
-            _: &Layout,
-        ) -> Result<()> {
-            Ok(())
-        }
-    }
     // Candle keeps the identity of a storage to itself, but refuses such pairs before it locks them.
     if let Err(error) = a.inplace_op2(b, &Nothing(operation)) {
         bail!(
@@ -476,4 +476,28 @@ pub(crate) fn sum_rows<A: Real>(
             }
         },
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    /// Where there is no such device, its storage is a type without contents.
+    #[cfg(not(any(feature = "cuda", feature = "metal")))]
+    #[test]
+    fn tensors_are_told_apart_on_devices_of_all_kinds() {
+        let (nothing, layout) = (Nothing("test"), Layout::contiguous(1));
+        nothing.cuda_fwd(&mut CudaStorage, &layout, &CudaStorage, &layout).unwrap();
+        nothing.metal_fwd(&mut MetalStorage, &layout, &MetalStorage, &layout).unwrap();
+    }
+
+    #[test]
+    fn tensors_that_share_storage_are_told() {
+        let [a, b] = [(); 2].map(|()| Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap());
+        require_separate("test", "a and b", &a, &b).unwrap();
+        let part = a.narrow(0, 1, 2).unwrap();
+        let told = require_separate("test", "a and its part", &a, &part).unwrap_err().to_string();
+        assert!(told.contains("test: a and its part must be tensors of their own"), "{told}");
+    }
 }
