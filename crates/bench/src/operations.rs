@@ -128,8 +128,8 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
             }
         }
         Work::AdamW { .. } => {
-            // A copy: the step changes it in place.
-            let parameters = inputs.get("parameters")?.copy()?;
+            // A copy, which Candle's `copy` isn't on Metal: the step changes it in place.
+            let parameters = inputs.get("parameters")?.force_contiguous()?;
             let gradients = inputs.get("gradients")?;
             let mut state = Optimiser::new(&parameters)?;
             Box::new(move || {

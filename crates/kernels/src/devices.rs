@@ -95,10 +95,11 @@ pub fn check_cpu_instructions() -> Result<()> {
 }
 
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
-/// a Metal device, Objective-C objects that the step left behind are freed, and when it succeeds it is
-/// waited for, what failed on the device is reported, and memory goes back that the last two steps had
+/// a Metal device, Objective-C objects that the step left behind are freed, it is waited for, also when it
+/// failed, what failed on the device is reported, and memory goes back that the last two steps had
 /// no use for. Without it, a long loop on Metal takes ever more memory. No other thread may use that Metal
-/// device meanwhile: it could be told of this step's failure, and this step of none.
+/// device meanwhile: it could be told of this step's failure, and this step of none, and what it computes could be
+/// wrong, as Candle forgets then which work has to wait for which.
 ///
 /// # Errors
 /// Those of the step, and of what it left on the device to be computed.
@@ -109,12 +110,23 @@ pub fn step<R, E: From<candle_core::Error>>(
     match device {
         #[cfg(feature = "metal")]
         Device::Metal(metal) => objc2::rc::autoreleasepool(|_| {
-            let result = step()?;
-            crate::backend::metal::end_round(metal)?;
-            Ok(result)
+            // The next step would be told of what a step that failed left on the device.
+            both(step, || crate::backend::metal::end_round(metal))
         }),
         _ => step(),
     }
+}
+
+/// Does both in this order, the second also when the first fails. Gives what the first gives, or the first error.
+#[cfg(any(feature = "metal", test))]
+pub(crate) fn both<R, E: From<candle_core::Error>>(
+    first: impl FnOnce() -> std::result::Result<R, E>,
+    second: impl FnOnce() -> Result<()>,
+) -> std::result::Result<R, E> {
+    let (result, ended) = (first(), second());
+    let result = result?;
+    ended?;
+    Ok(result)
 }
 
 /// Who makes the large products of linear layers on Metal: `x·Wᵀ`, and `dy·W` in the backward pass.
@@ -203,7 +215,8 @@ pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
     Ok(found.map(|(current, peak)| MemoryUse { current, peak }))
 }
 
-/// The memory of a GPU that new tensors can take, in bytes; `None` where a device has no memory of its own.
+/// The memory of a GPU that new tensors can take, in bytes; `None` for the CPU. On Metal, whose memory is the
+/// machine's, it is what the process may still take of what the system recommends.
 ///
 /// # Errors
 /// When the driver doesn't answer.
@@ -211,6 +224,8 @@ pub fn free_memory(device: &Device) -> Result<Option<u64>> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => crate::backend::cuda::free_memory(device).map(Some),
+        #[cfg(feature = "metal")]
+        Device::Metal(metal) => Ok(Some(crate::backend::metal::free_memory(metal))),
         _ => Ok(None),
     }
 }
@@ -266,5 +281,35 @@ pub fn reset_peak_memory(device: &Device) -> Result<()> {
         #[cfg(feature = "metal")]
         Device::Metal(metal) => crate::backend::metal::reset_peak(metal),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Error;
+    use std::cell::RefCell;
+
+    #[test]
+    fn the_second_is_done_also_when_the_first_fails_and_the_first_error_is_told() {
+        let fails = |fails: bool, what: &'static str| match fails {
+            true => Err(Error::Msg(what.into())),
+            false => Ok(()),
+        };
+        for (first, second, expected) in [
+            (false, false, None),
+            (true, false, Some("first")),
+            (false, true, Some("second")),
+            (true, true, Some("first")),
+        ] {
+            let done = RefCell::new(Vec::new());
+            let work = |what, is_to_fail| {
+                done.borrow_mut().push(what);
+                fails(is_to_fail, what)
+            };
+            let result = both(|| work("first", first), || work("second", second));
+            assert_eq!(result.err().map(|error| error.to_string()).as_deref(), expected);
+            assert_eq!(*done.borrow(), ["first", "second"]);
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! waits, and later work may overwrite them. On Metal a copy waits for that work; on the CPU it is a copy
 //! in memory.
 
+use crate::copy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -84,10 +85,9 @@ impl HostBuffers {
             .map(|it| crate::backend::cuda::copy_to_host(it.device(), tensors, &self.tensors))
             .transpose()?;
         for (from, to) in tensors.iter().zip(&self.tensors) {
-            if from.elem_count() == 0 || from.device().is_cuda() {
-                continue;
+            if !from.device().is_cuda() {
+                copy_to_host(&to.flatten_all()?, 0, from)?;
             }
-            to.flatten_all()?.slice_set(&on_the_host(from)?.flatten_all()?, 0, 0)?;
         }
         Ok(HostCopy {
             #[cfg(feature = "cuda")]
@@ -123,10 +123,7 @@ impl HostBuffers {
             let (from, to) = (std::slice::from_ref(part), std::slice::from_ref(&to));
             return crate::backend::cuda::copy_to_host(part.device(), from, to)?.wait();
         }
-        match part.elem_count() {
-            0 => Ok(()),
-            _ => to.slice_set(&on_the_host(part)?, 0, start),
-        }
+        copy_to_host(to, start, part)
     }
 
     /// What was copied last; at first zeros. A clone of one of these sees the next copy. On CUDA an optimiser may keep its
@@ -211,13 +208,44 @@ impl Download {
     }
 }
 
-/// A tensor on the CPU.
-fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
+/// The tensor in the memory of the host, contiguous; itself where it is that.
+///
+/// # Errors
+/// When the device or the host has no room, or the work before it has failed.
+pub fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
     match tensor.device() {
-        Device::Cpu => Ok(tensor.clone()),
-        // A view is made a tensor of its own first, as Candle copies all that it is a view of.
-        _ => tensor.force_contiguous()?.to_device(&Device::Cpu),
+        Device::Cpu => tensor.contiguous(),
+        // Candle brings all that a view is a view of, such as every parameter for one of them.
+        Device::Cuda(_) => tensor.force_contiguous()?.to_device(&Device::Cpu),
+        Device::Metal(_) => {
+            let whole = Tensor::zeros(tensor.elem_count(), tensor.dtype(), &Device::Cpu)?;
+            copy_to_host(&whole, 0, &copy::contiguous(tensor)?)?;
+            whole.reshape(tensor.shape())
+        }
     }
+}
+
+/// Copies a contiguous tensor into the elements of a flat one on the host, from `start` on.
+fn copy_to_host(to: &Tensor, start: usize, from: &Tensor) -> Result<()> {
+    /// Elements that come at a time: Candle takes memory for two copies of them on the way.
+    const PIECE: usize = 16 << 20;
+    let from = from.flatten_all()?;
+    match from.device() {
+        _ if from.elem_count() == 0 => Ok(()),
+        Device::Cpu => to.slice_set(&from, 0, start),
+        _ => copy_in_pieces(to, start, &from, PIECE),
+    }
+}
+
+/// The same of a flat tensor, so many elements at a time.
+fn copy_in_pieces(to: &Tensor, start: usize, from: &Tensor, piece: usize) -> Result<()> {
+    let count = from.elem_count();
+    for place in (0..count).step_by(piece) {
+        // By itself, as Candle copies all that a view is a view of.
+        let part = from.narrow(0, place, piece.min(count - place))?.force_contiguous()?;
+        to.slice_set(&part.to_device(&Device::Cpu)?, 0, start + place)?;
+    }
+    Ok(())
 }
 
 /// Brings what lies in the memory of the host to a device, beside its work: one transfer at a time.
@@ -251,7 +279,12 @@ impl Uploads {
         if let Some(lane) = &self.lane {
             return crate::backend::cuda::launch_uploads(lane, &buffers.tensors, &self.device);
         }
-        buffers.tensors.iter().map(|tensor| tensor.to_device(&self.device)).collect()
+        let begin = |tensor: &Tensor| match tensor.elem_count() {
+            // Metal makes no buffer of no bytes.
+            0 => Tensor::zeros(tensor.shape(), tensor.dtype(), &self.device),
+            _ => tensor.to_device(&self.device),
+        };
+        buffers.tensors.iter().map(begin).collect()
     }
 
     /// Waits until what was begun is done.
@@ -340,6 +373,53 @@ mod tests {
         }
         // A copy that nobody waits for ends before its memory is given back.
         drop(buffers.copy(&tensors).unwrap());
+    }
+
+    #[test]
+    fn what_comes_in_pieces_is_whole_and_changes_nothing_else() {
+        for (count, piece) in [(0, 4), (3, 4), (4, 4), (11, 4), (12, 4), (5, 1)] {
+            let whole = Tensor::arange(0f32, 20.0, &Device::Cpu).unwrap();
+            let from = whole.narrow(0, 2, count).unwrap();
+            let to = Tensor::full(-1f32, 17, &Device::Cpu).unwrap();
+            copy_in_pieces(&to, 3, &from, piece).unwrap();
+            let place = |index: usize| match index {
+                index if (3..3 + count).contains(&index) => (index - 3 + 2) as f32,
+                _ => -1.0,
+            };
+            let expected: Vec<f32> = (0..17).map(place).collect();
+            assert_eq!(to.to_vec1::<f32>().unwrap(), expected, "{count} by {piece}");
+        }
+    }
+
+    /// Views come as they are, in their shapes.
+    fn tensors_come_to_the_host(device: &Device) {
+        let whole = Tensor::arange(0f32, 60.0, device).unwrap().reshape((3, 20)).unwrap();
+        let none = Tensor::zeros((0, 3), DType::F32, device).unwrap();
+        for tensor in [whole.narrow(1, 2, 7).unwrap(), whole.t().unwrap(), whole, none] {
+            let found = on_the_host(&tensor).unwrap();
+            assert!(found.device().is_cpu() && found.is_contiguous());
+            assert_eq!(found.dims(), tensor.dims());
+            crate::testing::assert_identical(&found, &crate::testing::here(&tensor));
+        }
+    }
+
+    #[test]
+    fn tensors_of_the_cpu_come_to_the_host() {
+        tensors_come_to_the_host(&Device::Cpu);
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_tensors_come_to_the_host() {
+        tensors_come_to_the_host(&crate::testing::cuda());
+    }
+
+    #[cfg(feature = "metal")]
+    #[test]
+    #[ignore = "needs a Mac's GPU"]
+    fn metal_tensors_come_to_the_host() {
+        tensors_come_to_the_host(&crate::testing::metal());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::model::{Model, export};
 use crate::turns::Turns;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
-use metal_candle_kernels::copy;
+use metal_candle_kernels::{copy, devices, host};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io::{self, Cursor, Read};
@@ -191,7 +191,9 @@ impl Merged {
     fn bytes(&self, name: &str, source: Source) -> Result<Vec<u8>> {
         let weight = {
             let _turn = self.turns.as_ref().map(|turns| turns.hold());
-            files::on_the_host(&self.weight(name, source)?)?
+            devices::step(self.model.device(), || -> Result<_> {
+                Ok(host::on_the_host(&self.weight(name, source)?)?)
+            })?
         };
         files::tensor_bytes(&weight)
     }

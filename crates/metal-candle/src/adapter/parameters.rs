@@ -5,7 +5,7 @@ use crate::autograd::ParameterId;
 use crate::hash::Hash;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::copy;
+use metal_candle_kernels::{copy, host};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ impl Parameters {
             Some(partition) => (partition.len(), partition.matrices()),
             None => (len, matrices),
         };
-        let values = Tensor::zeros(held, DType::F32, device)?;
+        let values = copy::zeros(held, DType::F32, device)?;
         let generation = AtomicU64::new(0);
         Ok((Self { values, entries, len, decayed, partition, generation }, ids))
     }
@@ -133,18 +133,22 @@ impl Parameters {
 
     /// A hash of all values as they are now (XXH3), or of those that every process has and of the model they are of.
     pub fn fingerprint(&self) -> Result<u64> {
+        /// Elements that are brought to the host at a time.
+        const PIECE: usize = 16 << 20;
         let mut hash = Hash::new();
         let values = match &self.partition {
             Some(partition) => {
                 hash.add(&partition.model.to_le_bytes());
                 let vectors = partition.len() - partition.matrices();
-                // By itself, as what lies behind a view would be copied to the host as well.
-                self.values.narrow(0, partition.matrices(), vectors)?.force_contiguous()?
+                self.values.narrow(0, partition.matrices(), vectors)?
             }
             None => self.values.clone(),
         };
-        let values = values.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
-        values.iter().for_each(|value| hash.add(&value.to_le_bytes()));
+        let count = values.elem_count();
+        for start in (0..count).step_by(PIECE) {
+            let piece = host::on_the_host(&values.narrow(0, start, PIECE.min(count - start))?)?;
+            piece.to_vec1::<f32>()?.iter().for_each(|value| hash.add(&value.to_le_bytes()));
+        }
         Ok(hash.finish())
     }
 

@@ -13,7 +13,8 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
+use metal_candle_kernels::host;
 
 use crate::{Error, Result};
 
@@ -259,10 +260,10 @@ pub fn write_safetensors(
     let written = write_atomic(path, |writer| {
         writer.write_all(&header)?;
         for (_, tensor) in &order {
-            match on_the_host(tensor) {
+            match host::on_the_host(tensor) {
                 Ok(tensor) => write_tensor(&tensor, writer)?,
                 Err(error) => {
-                    tensor_error = Some(error);
+                    tensor_error = Some(error.into());
                     return Err(io::Error::other("a tensor could not be copied"));
                 }
             }
@@ -356,15 +357,6 @@ fn write_tensor(tensor: &Tensor, writer: &mut impl Write) -> io::Result<()> {
     }
 }
 
-/// The tensor on the CPU, contiguous.
-pub(crate) fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.device().is_cpu() {
-        return Ok(tensor.contiguous()?);
-    }
-    // Candle brings all that a view is a view of, such as every parameter for one of them.
-    Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?)
-}
-
 fn write_values<T: Copy, const N: usize>(
     writer: &mut impl Write,
     values: &[T],
@@ -418,7 +410,7 @@ fn lock(file: &File) {
 }
 
 /// The folder a path is in, and its last part.
-fn parent_and_name(path: &Path) -> Result<(PathBuf, OsString)> {
+pub(crate) fn parent_and_name(path: &Path) -> Result<(PathBuf, OsString)> {
     let Some(name) = path.file_name() else {
         return Err(Error::file(path, "has no file name; give the path of a file or folder"));
     };
@@ -487,6 +479,7 @@ pub(crate) fn write_error(path: &Path, source: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Device;
 
     fn names(folder: &Path) -> Vec<String> {
         let mut names = fs::read_dir(folder)

@@ -48,14 +48,15 @@ pub(crate) struct Absent {
     pub sample: Vec<u8>,
 }
 
-/// What tells a weight from others, for the fingerprint of a model: the beginning of its values.
+/// What tells a weight from others, for the fingerprint of a model: the beginning of its values. It comes to the host by
+/// itself, as all that a view is a view of would come from a Metal device.
 pub(crate) fn sample(weight: &Weight<'_>) -> Result<Vec<u8>> {
     const SAMPLE: usize = 256;
     let mut bytes = Vec::new();
     match weight {
         Weight::Dense(tensor) => {
             let flat = tensor.flatten_all()?;
-            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
+            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?.force_contiguous()?;
             for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
                 bytes.extend_from_slice(&value.to_le_bytes());
             }
@@ -68,7 +69,7 @@ pub(crate) fn sample(weight: &Weight<'_>) -> Result<Vec<u8>> {
                 bytes.extend_from_slice(format!("{:?}", quantized.arithmetic()).as_bytes());
             }
             let codes = quantized.codes();
-            let sample = codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?;
+            let sample = codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?.force_contiguous()?;
             bytes.extend_from_slice(&sample.to_vec1::<u8>()?);
         }
     }

@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::model::layer::Linear;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
-use metal_candle_kernels::lora_rows;
+use metal_candle_kernels::{copy, lora_rows};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The adapters of a batch's rows.
@@ -157,10 +157,13 @@ impl Groups {
         mut f: impl FnMut(Option<&Arc<Adapter>>, [Tensor; N]) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let on_device = self.on_device()?;
+        // Candle chooses wrong rows of a view on Metal.
+        let tensors = tensors.map(copy::contiguous);
+        let tensors = tensors.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
         let mut parts = Vec::with_capacity(self.groups.len());
         for (Group { adapter, .. }, rows) in self.groups.iter().zip(&on_device.rows) {
             let mut chosen = Vec::with_capacity(N);
-            for tensor in tensors {
+            for tensor in &tensors {
                 chosen.push(tensor.index_select(rows, 0)?);
             }
             let chosen = chosen.try_into().map_err(|_| {

@@ -102,7 +102,7 @@ impl Pools {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let dense = || Tensor::zeros(shape, dtype, device);
+        let dense = || copy::zeros(shape, dtype, device);
         let rounded = || RoundedPool::new(shape, device);
         Ok(match cache_dtype {
             CacheDtype::Model => Self::Dense([dense()?, dense()?]),
@@ -132,7 +132,7 @@ impl Pools {
         let grown = |pool: &Tensor| -> Result<Tensor> {
             let (_, block, heads, width) = pool.dims4()?;
             let shape = (blocks as usize, block, heads, width);
-            let larger = Tensor::zeros(shape, pool.dtype(), pool.device())?;
+            let larger = copy::zeros(shape, pool.dtype(), pool.device())?;
             copy::write(&larger, pool, 0, 0)?;
             Ok(larger)
         };
@@ -219,8 +219,9 @@ pub(crate) struct Ragged {
     input: Input,
     /// For each kind of layers.
     paging: Vec<Paging>,
-    /// The places of those whose logits are wanted, `(wanted)` u32.
-    last: Tensor,
+    /// The places of those whose logits are wanted, `(wanted)` u32; `None` where none are, as there are no buffers of no
+    /// bytes on Metal.
+    last: Option<Tensor>,
     last_adapters: RowAdapters,
 }
 
@@ -405,7 +406,7 @@ impl Ragged {
         Ok(Self {
             input: Input { adapters: of_rows(&adapters)?, ..input },
             paging,
-            last: Tensor::new(last, device)?,
+            last: (!last.is_empty()).then(|| Tensor::new(last, device)).transpose()?,
             last_adapters: of_rows(&last_adapters)?,
         })
     }
@@ -463,14 +464,13 @@ impl Model {
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
         let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
-        let wanted = ragged.last.elem_count();
-        if wanted == 0 || !self.has_head() {
+        let Some(last) = ragged.last.as_ref().filter(|_| self.has_head()) else {
             let shape = (0, self.config().vocab_size);
             return Ok(Tensor::zeros(shape, DType::F32, self.device())?);
-        }
-        let hidden = hidden.tensor().index_select(&ragged.last, 0)?;
+        };
+        let hidden = hidden.tensor().index_select(last, 0)?;
         let logits = self.logits_by(&hidden, &ragged.last_adapters)?;
-        Ok(logits.reshape((wanted, ()))?)
+        Ok(logits.reshape((last.elem_count(), ()))?)
     }
 
     /// The logits `(rows, vocabulary)` of what follows the tokens of texts like those of `next`, which the device
@@ -522,5 +522,49 @@ impl Model {
     /// Whether keys of a text of `a` tokens are rotated otherwise than of one of `b`.
     pub(crate) fn ropes_change(&self, a: usize, b: usize) -> bool {
         self.config().ropes.iter().any(|rope| rope.changes_between(a, b))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Config;
+
+    const VOCABULARY: u32 = 24;
+
+    #[test]
+    fn the_beginning_of_a_prompt_has_no_places_of_logits_and_its_end_has() {
+        let config = Config::from_json(
+            r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24,
+                "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-5, "initializer_range": 0.2}"#,
+        )
+        .unwrap();
+        let device = Device::Cpu;
+        let model = Model::random(config, DType::F32, &device, 1).unwrap();
+        let layers = [Layers { window: None, blocks: 4 }];
+        let tokens: Vec<u32> = (0..20).map(|index| (7 * index + 3) % VOCABULARY).collect();
+        let tables = [vec![0, 1, 2, 3]];
+        let read = |cache: &PagedCache, range: Range<usize>, logits: usize| {
+            let (start, end) = (range.start, range.end);
+            let tokens = &tokens[range];
+            let stretch = Stretch { tokens, start, tables: &tables, adapter: None, logits };
+            let ragged = Ragged::new(&[stretch], end, cache, &device).unwrap();
+            let places = ragged.last.as_ref().map(|last| last.to_vec1::<u32>().unwrap());
+            let expected = (tokens.len() - logits..tokens.len()).map(|place| place as u32);
+            assert_eq!(places, (logits > 0).then(|| expected.collect()));
+            let found = model.next_logits(&ragged, cache).unwrap();
+            assert_eq!(found.dims(), [logits, VOCABULARY as usize]);
+            found.to_vec2::<f32>().unwrap()
+        };
+        let cache = || PagedCache::new(&model, &layers, 8, CacheDtype::Model).unwrap();
+        let expected = read(&cache(), 0..20, 2);
+        let in_parts = cache();
+        read(&in_parts, 0..9, 0);
+        let found = read(&in_parts, 9..20, 2);
+        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+            assert!((found - expected).abs() < 1e-4, "{found}, expected {expected}");
+        }
     }
 }

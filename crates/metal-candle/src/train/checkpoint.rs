@@ -91,6 +91,9 @@ pub(super) struct Fingerprint {
     pub packing: bool,
     pub shuffle: bool,
     pub data_seed: u64,
+    /// Batches of pairs are laid out by it. Not known of runs that began before it was kept.
+    #[serde(default)]
+    pub share_prompts: Option<bool>,
     /// Before the data, which another template changes.
     pub chat_template: Option<String>,
     /// Examples, their tokens, and a hash of them.
@@ -180,6 +183,7 @@ impl Fingerprint {
         if let (Some(before), Some(now)) = (&mut saved.patience, self.patience) {
             *before = now;
         }
+        saved.share_prompts = saved.share_prompts.or(self.share_prompts);
         if self.total_steps > saved.total_steps {
             saved.total_steps = self.total_steps;
             saved.learning_rate = saved.learning_rate.with_lengths_of(&self.learning_rate);

@@ -5,7 +5,7 @@ use crate::autograd::{GradientSink, ParameterId, TableGradient};
 use crate::model::Shards;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
-use metal_candle_kernels::{embedding, flat};
+use metal_candle_kernels::{copy, embedding, flat};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,7 +49,7 @@ impl Gradients {
     /// Zeros for all of the parameters.
     pub fn new(parameters: &Parameters) -> Result<Self> {
         let values = parameters.values();
-        let buffer = Tensor::zeros(values.elem_count(), DType::F32, values.device())?;
+        let buffer = copy::zeros(values.elem_count(), DType::F32, values.device())?;
         let parts = parameters
             .partition()
             .map(|partition| Parts { partition: partition.clone(), under_way: Mutex::default() });
@@ -98,6 +98,20 @@ impl Gradients {
             parts.forget()?;
         }
         Ok(flat::fill_zero(&self.buffer)?)
+    }
+
+    /// Multiplies what is in the buffer, once all is there.
+    pub(super) fn scale(&self, factor: f64) -> Result<()> {
+        /// Elements of which there is a copy at a time.
+        const PIECE: usize = 1 << 24;
+        let len = self.buffer.elem_count();
+        for start in (0..len).step_by(PIECE) {
+            let piece = self.buffer.narrow(0, start, PIECE.min(len - start))?;
+            let copy = piece.force_contiguous()?;
+            flat::fill_zero(&piece)?;
+            flat::accumulate(&piece, &copy, factor)?;
+        }
+        Ok(())
     }
 
     /// Waits until what was collected of matrices in parts is in the buffer. All processes call this at the same place.

@@ -24,7 +24,7 @@ use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
 use crate::turns::Turns;
 use crate::{Error, Result, files};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::devices;
 use metal_candle_kernels::offload::Offload;
 use std::collections::BTreeMap;
@@ -32,6 +32,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// What the loss of a model in f16 is multiplied by: enough for gradients of tokens that are foreseen with 0.9999, and a
+/// hundredth of what would make others infinite.
+const F16_LOSS_SCALE: f64 = 1024.0;
 
 /// Why a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,14 +145,14 @@ impl<'a> Trainer<'a> {
         options.objective.check(batches.dataset())?;
         adapter.check(model)?;
         let parameters = adapter.parameters();
-        if options.loraplus_lr_ratio != 1.0 && !parameters.entries().iter().any(is_moved_with_b) {
-            return Err(Error::option(
-                "loraplus_lr_ratio",
-                format!(
-                    "is {}, but there is no B of a linear layer, no bias and no magnitude",
-                    options.loraplus_lr_ratio
-                ),
-            ));
+        let no_b = match adapter.is_full() {
+            true => Some("full fine-tuning has no B"),
+            false => (!parameters.entries().iter().any(is_moved_with_b))
+                .then_some("there is no B of a linear layer, no bias and no magnitude"),
+        };
+        if let Some(no_b) = no_b.filter(|_| options.loraplus_lr_ratio != 1.0) {
+            let ratio = options.loraplus_lr_ratio;
+            return Err(Error::option("loraplus_lr_ratio", format!("is {ratio}, but {no_b}")));
         }
         let data = batches.options();
         let dataset = batches.dataset();
@@ -162,6 +166,7 @@ impl<'a> Trainer<'a> {
             packing: data.packing,
             shuffle: data.shuffle,
             data_seed: data.seed,
+            share_prompts: Some(data.share_prompts),
             examples: dataset.len(),
             tokens: dataset.report.tokens as u64,
             data_hash: format!("{:016x}", dataset.fingerprint()),
@@ -455,7 +460,8 @@ impl<'a> Trainer<'a> {
         self.take_over()?;
         let (optimizer, parameters) = (&self.options.optimizer, self.adapter.parameters());
         if self.optimizer.is_none() {
-            self.optimizer = Some(OptimizerState::new(*optimizer, parameters, self.home())?);
+            let new = || OptimizerState::new(*optimizer, parameters, self.home());
+            self.optimizer = Some(self.in_turn(new)?);
         }
         if is_root {
             let mut like = OptimizerState::outline(optimizer, parameters);
@@ -464,17 +470,20 @@ impl<'a> Trainer<'a> {
             let in_parts = self.optimizer()?.is_shared();
             self.saver = Some(Saver::new(like, self.model.device(), in_parts, saving));
         }
-        let outcome = self.steps(metrics);
+        let outcome = self.steps(metrics).and_then(|outcome| {
+            self.await_saved(metrics)?;
+            self.saver = None;
+            self.group.wait("the end of the run")?;
+            if outcome != Outcome::Interrupted {
+                let (turns, device) = (self.turns.clone(), self.model.device().clone());
+                in_turn(turns.as_ref(), &device, || self.finish())?;
+            }
+            Ok(outcome)
+        });
         if let Some(turns) = &self.turns {
             turns.training_rests();
         }
         let outcome = outcome?;
-        self.await_saved(metrics)?;
-        self.saver = None;
-        self.group.wait("the end of the run")?;
-        if outcome != Outcome::Interrupted {
-            self.finish()?;
-        }
         let seconds = started.elapsed().as_secs_f64();
         let reason = match outcome {
             Outcome::Finished => "all steps were taken".into(),
@@ -676,9 +685,9 @@ impl<'a> Trainer<'a> {
         self.task().shards().is_some()
     }
 
-    /// Does a part of the run in a turn of its own, where turns are taken.
+    /// As [`in_turn`].
     fn in_turn<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        Turns::train(self.turns.as_ref(), self.model.device(), work)
+        in_turn(self.turns.as_ref(), self.model.device(), work)
     }
 
     /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand, and keeps them beside
@@ -691,7 +700,7 @@ impl<'a> Trainer<'a> {
         if self.known.is_empty() {
             let folders = self.reference_folders(self.origin.as_ref().map(|it| &*it.parent));
             if self.adapter.is_full() && self.adapter.parameters().partition().is_none() {
-                let hash = self.adapter.parameters().fingerprint()?;
+                let hash = self.in_turn(|| self.adapter.parameters().fingerprint())?;
                 self.state.reference_weights = Some(format!("{hash:016x}"));
             }
             let weights = self.state.reference_weights.clone();
@@ -777,7 +786,7 @@ impl<'a> Trainer<'a> {
         let mut timer = Instant::now();
         let (mut timed_tokens, mut timed_processed) = (0, 0);
         // Every step leaves them so, unless it fails.
-        self.gradients.clear()?;
+        self.in_turn(|| self.gradients.clear())?;
         loop {
             self.log_saved(metrics)?;
             let paused = Instant::now();
@@ -794,7 +803,11 @@ impl<'a> Trainer<'a> {
             let learning_rate = self.options.learning_rate.at(self.state.step);
             let device = self.model.device().clone();
             let before = (self.group.size() > 1).then(|| self.state.clone());
-            let step = devices::step(&device, || self.one_step(learning_rate));
+            let step = match self.turns {
+                // Each of its turns is a step of the device.
+                Some(_) => self.one_step(learning_rate),
+                None => devices::step(&device, || self.one_step(learning_rate)),
+            };
             if let (Err(_), Some(before)) = (&step, before) {
                 // What ranks do together comes before the parameters and the optimiser change.
                 self.state = before;
@@ -962,11 +975,14 @@ impl<'a> Trainer<'a> {
             let rates = Rates { base: learning_rate, b_ratio: loraplus_lr_ratio };
             let parameters = self.adapter.parameters();
             let (optimizer, group) = (self.optimizer()?, self.group);
-            Turns::train(self.turns.as_ref(), self.model.device(), || {
+            self.in_turn(|| {
+                if self.loss_scale() != 1.0 {
+                    self.gradients.scale(self.loss_scale().recip())?;
+                }
                 optimizer.step(parameters, &self.gradients, rates, number, clip_norm, group)
             })?
         } else {
-            self.gradients.clear()?;
+            self.in_turn(|| self.gradients.clear())?;
             f64::NAN
         };
         let skipped = if !loss.is_finite() {
@@ -1021,6 +1037,15 @@ impl<'a> Trainer<'a> {
         }
     }
 
+    /// What the loss is multiplied by for the backward pass, so that gradients between layers, which are in the model's
+    /// dtype, don't vanish (Micikevicius et al., "Mixed Precision Training", 2018): f16 has no numbers below 6e-8.
+    fn loss_scale(&self) -> f64 {
+        match self.model.dtype() {
+            DType::F16 => F16_LOSS_SCALE,
+            _ => 1.0,
+        }
+    }
+
     /// A tape for one of a step's batches. Each rank has other random numbers.
     fn tape(&self, index: usize) -> Tape {
         let index = index * self.group.size() + self.group.rank();
@@ -1047,12 +1072,17 @@ impl<'a> Trainer<'a> {
             let sum = self.in_turn(|| {
                 let tape = self.tape(index);
                 let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
-                let factor = if *counts { 1.0 / tokens as f64 } else { 0.0 };
+                let factor = if *counts { self.loss_scale() / tokens as f64 } else { 0.0 };
                 if Some(index) == last {
                     gradients.last_pass(batch)?;
                 }
                 tape.backward(&sum, factor, gradients)?;
-                Ok(sum.into_tensor())
+                let sum = sum.into_tensor();
+                // A turn waits for the device anyway, and nothing may be read after it.
+                Ok(match self.turns {
+                    Some(_) => sum.to_device(&Device::Cpu)?,
+                    None => sum,
+                })
             })?;
             sums.extend(counts.then_some(sum));
         }
@@ -1060,7 +1090,7 @@ impl<'a> Trainer<'a> {
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
         let mut loss: f64 = counted(parts).map(Batch::loss_offset).sum();
         for sum in sums {
-            loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
+            loss += f64::from(sum.to_dtype(DType::F32)?.to_scalar::<f32>()?);
         }
         Ok(Passed { loss, count: tokens, metrics: MetricSums::default() })
     }
@@ -1099,6 +1129,7 @@ impl<'a> Trainer<'a> {
                 if *counts {
                     passed.loss += compared.loss * totals.samples as f64;
                     passed.metrics.extend(&compared.metrics);
+                    gradient.iter_mut().for_each(|slope| *slope *= self.loss_scale() as f32);
                 } else {
                     gradient.fill(0.0);
                 }
@@ -1197,6 +1228,18 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         let begun = Instant::now();
+        let (turns, device) = (self.turns.clone(), self.model.device().clone());
+        in_turn(turns.as_ref(), &device, || self.save_in_turn(begun, is_shared, metrics))
+    }
+
+    /// Begins to write the checkpoint, whose numbers are read from the device, and for which training has waited since
+    /// `begun`.
+    fn save_in_turn(
+        &mut self,
+        begun: Instant,
+        is_shared: bool,
+        metrics: &mut dyn MetricsSink,
+    ) -> Result<()> {
         let (names, kept) = self.kept()?;
         let (group, device) = (self.group, self.model.device().clone());
         let held = match self.saver.as_mut().filter(|_| is_shared).and_then(Saver::room) {
@@ -1337,6 +1380,19 @@ impl<'a> Trainer<'a> {
             Some(values) => self.trained_files()?.write(&self.output, &values),
             None => Ok(()),
         }
+    }
+}
+
+/// Does a part of a run in a turn of its own, where turns are taken. It is a step of the device then, which ends within
+/// the turn, as no other thread may use the device until it has.
+fn in_turn<T>(
+    turns: Option<&Arc<Turns>>,
+    device: &Device,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match turns {
+        Some(_) => Turns::train(turns, device, || devices::step(device, work)),
+        None => work(),
     }
 }
 

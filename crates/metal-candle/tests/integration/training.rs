@@ -1,7 +1,7 @@
 //! The training loop: resuming bit for bit, also after SIGKILL, and what happens between steps.
 
 use crate::common::device;
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
@@ -635,6 +635,52 @@ fn trained(options: TrainOptions, batches: &Batcher, config: &LoraConfig) -> Vec
     snapshot(&adapter)
 }
 
+/// Those of tokens that are foreseen are small, and smaller the more tokens there are to be the mean of.
+#[test]
+fn gradients_in_f16_do_not_vanish_in_a_step_of_many_tokens() {
+    let rows = |count, of_batch| {
+        let row = Example { ids: vec![7; 32], trainable: (0..32).map(|place| place > 0).collect() };
+        batcher(Arc::new(Dataset::from_examples(&vec![row; count]).unwrap()), of_batch, false)
+    };
+    // What is trained, from these parameters on, and the last step's loss, norm and tokens.
+    let run = |dtype, from: Option<&[f32]>, options: TrainOptions, batches: &Batcher| {
+        let model = Model::load(base(), dtype, &device()).unwrap();
+        let adapter = Arc::new(Adapter::full(&model).unwrap());
+        let model = Arc::new(model.without_weights());
+        let parameters = adapter.parameters();
+        for (index, entry) in parameters.entries().iter().enumerate() {
+            let Some(from) = from else { break };
+            let values = from[entry.offset..][..entry.shape.elem_count()].to_vec();
+            let values = Tensor::from_vec(values, entry.shape.clone(), &device()).unwrap();
+            parameters.set(ParameterId(index), &values).unwrap();
+        }
+        let output = tempfile::tempdir().unwrap();
+        let mut found = (0.0, 0.0, 0);
+        Trainer::new(&model, &adapter, batches, options, output.path(), "llama")
+            .unwrap()
+            .run(&mut |metric: &Metric| -> Result<()> {
+                if let Metric::Train { loss, gradient_norm, trained_tokens, .. } = metric {
+                    found = (*loss, *gradient_norm, *trained_tokens);
+                }
+                Ok(())
+            })
+            .unwrap();
+        (snapshot(&adapter), found)
+    };
+    let options = |steps, grad_accumulation| TrainOptions {
+        grad_accumulation,
+        report_every: 1,
+        ..TrainOptions::new(steps, learning_rate(3e-3, steps.max(2)))
+    };
+    let (learned, _) = run(DType::F32, None, options(400, 1), &rows(8, 8));
+    let step = |dtype| run(dtype, Some(&learned), options(1, 8), &rows(8 * 64, 64)).1;
+    let (expected, found) = (step(DType::F32), step(DType::F16));
+    assert!(expected.2 > 10_000, "{} tokens", expected.2);
+    assert!(expected.0 < 0.001, "the loss is {}", expected.0);
+    let error = (found.1 / expected.1 - 1.0).abs();
+    assert!(error < 0.01, "the norm is {} in f16 and {} in f32", found.1, expected.1);
+}
+
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
@@ -775,14 +821,17 @@ fn options_that_cannot_work_are_refused_by_name() {
             Trainer::new(&model, &adapter, &batches, options, "nowhere", "llama").err().unwrap();
         assert!(error.to_string().contains(name), "{error}");
     }
-    // The factors of an embedding have the rate itself.
+    // The factors of an embedding have the rate itself, as full fine-tuning has.
     let targets = Targets::Names(vec!["embed_tokens".into()]);
     let config = LoraConfig { targets, ..LoraConfig::default() };
     let of_table = Arc::new(Adapter::new(&model, &config, 5).unwrap());
-    let options_of_b = TrainOptions { loraplus_lr_ratio: 16.0, ..options() };
-    let error =
-        Trainer::new(&model, &of_table, &batches, options_of_b, "nowhere", "llama").err().unwrap();
-    assert!(error.to_string().contains("loraplus_lr_ratio"), "{error}");
+    let all = Arc::new(Adapter::full(&model).unwrap());
+    for without_b in [&of_table, &all] {
+        let options = TrainOptions { loraplus_lr_ratio: 16.0, ..options() };
+        let trainer = Trainer::new(&model, without_b, &batches, options, "nowhere", "llama");
+        let error = trainer.err().unwrap();
+        assert!(error.to_string().contains("loraplus_lr_ratio"), "{error}");
+    }
     let other = Arc::new(Model::load(base(), DType::F32, &device()).unwrap());
     let error =
         Trainer::new(&other, &adapter, &batches, options(), "nowhere", "llama").err().unwrap();

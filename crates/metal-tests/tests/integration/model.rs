@@ -8,12 +8,14 @@ use metal_candle::Result;
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED};
-use metal_candle::generate::{Sampler, SamplingOptions, Session};
+use metal_candle::engine::{Engine, EngineOptions, Event, Request};
+use metal_candle::generate::{GenerateOptions, Sampler, SamplingOptions, Session};
 use metal_candle::model::{Config, Model};
 use metal_candle::pass::Input;
 use metal_candle::train::{
     Gradients, Metric, Schedule, ScheduleOptions, TrainOptions, Trainer, Warmup,
 };
+use metal_candle::turns::Turns;
 use metal_candle_kernels::adamw;
 #[cfg(not(feature = "metal"))]
 use metal_candle_kernels::emulation::{Constant, Launch};
@@ -21,6 +23,8 @@ use metal_emulator::Mode;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 #[cfg(not(feature = "metal"))]
 #[path = "../../../kernels/src/backend/metal/tests/launch.rs"]
@@ -28,8 +32,17 @@ mod launch;
 
 /// Calls `task` with a device on which Metal's operations compute, and gives the names of the kernels that ran
 /// as well where they can be told, in a mode of the emulator.
+fn on_metal<R>(mode: Mode, task: impl FnOnce(&Device) -> R) -> (R, Option<BTreeSet<&'static str>>) {
+    on_metal_seen(mode, || (), task)
+}
+
+/// As [`on_metal`]; where kernels are emulated, `seen` is called before each.
 #[cfg(feature = "metal")]
-fn on_metal<R>(_: Mode, task: impl FnOnce(&Device) -> R) -> (R, Option<BTreeSet<&'static str>>) {
+fn on_metal_seen<R>(
+    _: Mode,
+    _: impl Fn() + Send + Sync + 'static,
+    task: impl FnOnce(&Device) -> R,
+) -> (R, Option<BTreeSet<&'static str>>) {
     use metal_candle::devices;
     use std::sync::{Mutex, PoisonError};
 
@@ -42,7 +55,11 @@ fn on_metal<R>(_: Mode, task: impl FnOnce(&Device) -> R) -> (R, Option<BTreeSet<
 }
 
 #[cfg(not(feature = "metal"))]
-fn on_metal<R>(mode: Mode, task: impl FnOnce(&Device) -> R) -> (R, Option<BTreeSet<&'static str>>) {
+fn on_metal_seen<R>(
+    mode: Mode,
+    seen: impl Fn() + Send + Sync + 'static,
+    task: impl FnOnce(&Device) -> R,
+) -> (R, Option<BTreeSet<&'static str>>) {
     use metal_candle::devices::MetalMatmul;
     use metal_candle_kernels::emulation::{Emulator, emulate, source};
     use metal_emulator::{Library, Source};
@@ -56,6 +73,7 @@ fn on_metal<R>(mode: Mode, task: impl FnOnce(&Device) -> R) -> (R, Option<BTreeS
     let names = Arc::new(Mutex::new(BTreeSet::new()));
     let ran = names.clone();
     let run = move |launch: &Launch| -> Vec<Vec<u8>> {
+        seen();
         ran.lock().unwrap().insert(launch.kernel);
         launch::run(library, launch)
     };
@@ -322,10 +340,44 @@ fn text_from_metal_is_that_of_the_cpu() {
 const DECODE: &[&str] =
     &["attention_few_64_$", "few_rows_1_$", "few_rows_4_$", "sampling_choose_$", "write_rows_4"];
 
-/// As a program trains: packed batches that are added up, clipping, a validation loss.
+/// Prompts are read in steps of 8 tokens, of which the first end with no prompt, so no logits are wanted of them.
 #[test]
 #[ignore = "needs clang, or a Mac with the feature metal"]
-fn a_training_run_on_metal_is_that_of_the_cpu() {
+fn prompts_that_an_engine_on_metal_reads_in_parts_go_on_as_on_the_cpu() {
+    let write = |device: &Device| {
+        let model = model(DType::F32, device);
+        let options = EngineOptions {
+            max_sequences: 2,
+            max_batch_tokens: 8,
+            cache_tokens: Some(128),
+            ..EngineOptions::default()
+        };
+        let mut engine = Engine::new(&model, None, options).unwrap();
+        for first in [3, 5] {
+            let prompt = (0..20).map(|index| (index * 17 + first) % VOCABULARY).collect();
+            let options = GenerateOptions { max_tokens: 3, ..GenerateOptions::default() };
+            engine.submit(Request { prompt, options, ..Request::default() }).unwrap();
+        }
+        let mut tokens = Vec::new();
+        while !engine.is_idle() {
+            for (id, event) in engine.step() {
+                match event {
+                    Event::Piece(piece) => tokens.extend(piece.token.map(|token| (id, token))),
+                    Event::Failed(error) => panic!("{error}"),
+                    _ => {}
+                }
+            }
+        }
+        tokens
+    };
+    let (found, _) = on_metal(Mode::Asan, write);
+    assert_eq!(found.len(), 6);
+    assert_eq!(found, write(&Device::Cpu));
+}
+
+/// As a program trains: packed batches that are added up, clipping, a validation loss. Gives losses and norms, and the
+/// parameters then.
+fn training_run(device: &Device, turns: Option<&Arc<Turns>>) -> (Vec<f32>, Vec<f32>) {
     let examples = |count: u32, first: u32| {
         let examples: Vec<_> = (0..count)
             .map(|index| {
@@ -347,45 +399,93 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
         };
         Batcher::new(dataset, options).unwrap()
     };
-    let run = |device: &Device| -> (Vec<f32>, Vec<f32>) {
-        let (model, adapter) = with_adapter(DType::F32, device);
-        let (batches, validation) = (batches(examples(6, 1)), batches(examples(2, 30)));
-        let rate = ScheduleOptions {
-            schedule: Schedule::Linear,
-            learning_rate: 1e-4,
-            warmup: Warmup::Steps(0),
-            ..ScheduleOptions::default()
-        };
-        let rate = rate.build(3).unwrap();
-        let options = TrainOptions {
-            grad_accumulation: 2,
-            eval_every: 2,
-            report_every: 1,
-            ..TrainOptions::new(3, rate)
-        };
-        let output = tempfile::tempdir().unwrap();
-        let trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "random");
-        let trainer = trainer.unwrap();
-        let mut found = Vec::new();
-        trainer
-            .with_validation(&validation)
-            .run(&mut |metric: &Metric| -> Result<()> {
-                match metric {
-                    Metric::Train { loss, gradient_norm, .. } => {
-                        found.extend([*loss as f32, *gradient_norm as f32]);
-                    }
-                    Metric::Evaluation { loss, .. } => found.push(*loss as f32),
-                    _ => {}
-                }
-                Ok(())
-            })
-            .unwrap();
-        (found, numbers(adapter.parameters().values()))
+    // The turn of whoever makes the adapter, as a server does.
+    let turn = turns.map(|turns| turns.hold());
+    let (model, adapter) = with_adapter(DType::F32, device);
+    let (batches, validation) = (batches(examples(6, 1)), batches(examples(2, 30)));
+    let rate = ScheduleOptions {
+        schedule: Schedule::Linear,
+        learning_rate: 1e-4,
+        warmup: Warmup::Steps(0),
+        ..ScheduleOptions::default()
     };
-    let ((found, parameters), _) = on_metal(Mode::Asan, run);
-    let (expected, expected_parameters) = run(&Device::Cpu);
+    let rate = rate.build(3).unwrap();
+    let options = TrainOptions {
+        grad_accumulation: 2,
+        eval_every: 2,
+        report_every: 1,
+        ..TrainOptions::new(3, rate)
+    };
+    let output = tempfile::tempdir().unwrap();
+    let trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "random");
+    let mut trainer = trainer.unwrap().with_validation(&validation);
+    if let Some(turns) = turns {
+        trainer = trainer.with_turns(turns.clone());
+    }
+    drop(turn);
+    let mut found = Vec::new();
+    trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            match metric {
+                Metric::Train { loss, gradient_norm, .. } => {
+                    found.extend([*loss as f32, *gradient_norm as f32]);
+                }
+                Metric::Evaluation { loss, .. } => found.push(*loss as f32),
+                _ => {}
+            }
+            Ok(())
+        })
+        .unwrap();
+    (found, numbers(adapter.parameters().values()))
+}
+
+#[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
+fn a_training_run_on_metal_is_that_of_the_cpu() {
+    let ((found, parameters), _) = on_metal(Mode::Asan, |device| training_run(device, None));
+    let (expected, expected_parameters) = training_run(&Device::Cpu, None);
     assert_close(&found, &expected, 2e-5, "losses and norms");
     assert_close(&parameters, &expected_parameters, 1e-3, "parameters");
+}
+
+/// Another thread has the device again and again, for long enough that whatever training does outside its turns is done
+/// meanwhile.
+#[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
+fn training_on_metal_launches_nothing_while_another_has_the_device() {
+    let turns = Turns::new(0.5);
+    let [is_held, is_over, is_disturbed] = [(); 3].map(|()| Arc::new(AtomicBool::new(false)));
+    let (held, disturbed) = (is_held.clone(), is_disturbed.clone());
+    let seen = move || {
+        if held.load(Ordering::SeqCst) {
+            disturbed.store(true, Ordering::SeqCst);
+        }
+    };
+    let found = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                let turn = turns.hold();
+                is_held.store(true, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(20));
+                is_held.store(false, Ordering::SeqCst);
+                drop(turn);
+                // As long as others need to wake up.
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        /// Ends the other thread, also when the run panics.
+        struct End(Arc<AtomicBool>);
+        impl Drop for End {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::SeqCst);
+            }
+        }
+        let _end = End(is_over.clone());
+        on_metal_seen(Mode::Asan, seen, |device| training_run(device, Some(&turns))).0
+    });
+    assert!(!is_disturbed.load(Ordering::SeqCst));
+    let (alone, _) = on_metal(Mode::Asan, |device| training_run(device, None));
+    assert_eq!(found, alone, "sharing the device changes nothing");
 }
 
 /// A random adapter for every linear layer, or every weight.

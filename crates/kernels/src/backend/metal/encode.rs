@@ -211,6 +211,13 @@ pub(crate) fn nothing(device: &MetalDevice) -> Result<MetalStorage> {
     Ok(MetalStorage::new(buffer, device.clone(), 1, DType::U8))
 }
 
+/// Zeros in a buffer of this crate's pool, which is little larger than they are.
+pub(crate) fn zeros(device: &MetalDevice, shape: Shape, dtype: DType) -> Result<Tensor> {
+    let Array { buffer, tensor, .. } = Metal { device: device.clone() }.empty(shape, dtype)?;
+    device.blit_command_encoder()?.fill_buffer(&buffer, (0, buffer.length()), 0);
+    Ok(tensor)
+}
+
 /// What Candle's Metal backend reports, as its errors.
 pub(super) fn metal_error(error: candle_metal_kernels::MetalKernelError) -> candle_core::Error {
     MetalError::from(error).into()

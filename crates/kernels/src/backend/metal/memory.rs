@@ -1,7 +1,8 @@
 //! The memory of Metal devices: where results lie, how much there is, and what is given back.
 
 use super::encode::metal_error;
-use super::pool::{Pool, buffer_size};
+use super::pool::{Pool, buffer_size, room};
+use crate::devices::both;
 use candle_core::metal_backend::{DeviceId, MetalDevice};
 use candle_core::{Result, bail};
 use candle_metal_kernels::MetalKernelError;
@@ -82,11 +83,16 @@ fn release(device: &MetalDevice, buffers: Vec<Arc<Buffer>>) -> Result<()> {
 /// Waits for the device, reports what failed there, and gives back memory that the last two rounds of a
 /// loop had no use for, Candle's included.
 pub(crate) fn end_round(device: &MetalDevice) -> Result<()> {
-    // This waits for what was encoded even where another thread has taken the last command buffer.
-    device.flush_and_wait_current()?;
-    // A value that was read back shows the failure of its own command buffer only; this looks at all.
-    device.wait_until_completed()?;
-    with(device, |memory| release(device, memory.pool.end_round()))
+    let wait = || {
+        both(
+            // This waits for what was encoded even where another thread has taken the last command buffer.
+            || device.flush_and_wait_current(),
+            // A value that was read back shows the failure of its own command buffer only; this looks at all, and lets
+            // go of those that failed, which the next round would be told of.
+            || device.wait_until_completed(),
+        )
+    };
+    both(wait, || with(device, |memory| release(device, memory.pool.end_round())))
 }
 
 /// Bytes that are allocated now, and at most as far as was seen: whenever a result needed a new buffer.
@@ -96,6 +102,12 @@ pub(crate) fn memory(device: &MetalDevice) -> Result<(u64, u64)> {
         memory.peak = memory.peak.max(current);
         Ok((current, memory.peak))
     })
+}
+
+/// Bytes that can still be allocated.
+pub(crate) fn free_memory(device: &MetalDevice) -> u64 {
+    let metal = device.metal_device();
+    room(metal.recommended_max_working_set_size(), metal.current_allocated_size())
 }
 
 /// Starts to look for the peak anew.

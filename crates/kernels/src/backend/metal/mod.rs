@@ -46,9 +46,9 @@ pub use encode::{Bound, Run};
 pub use encode::{Emulator, Launch, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
-pub(crate) use encode::{count, is_suitable, nothing, open};
+pub(crate) use encode::{count, is_suitable, nothing, open, zeros};
 #[cfg(feature = "metal")]
-pub(crate) use memory::{end_round, memory, reset_peak};
+pub(crate) use memory::{end_round, free_memory, memory, reset_peak};
 #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
 pub(crate) use source::source;
 pub(crate) use sums::Groups;

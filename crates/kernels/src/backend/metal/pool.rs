@@ -34,6 +34,11 @@ pub(super) fn buffer_size(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of((bytes.next_power_of_two() / 16).max(SMALLEST))
 }
 
+/// Bytes that can still be taken of those that the system recommends to take at most; the process may have taken more.
+pub(super) fn room(most: usize, taken: usize) -> u64 {
+    most.saturating_sub(taken) as u64
+}
+
 impl<B> Pool<B> {
     pub(super) const fn new() -> Self {
         Pool { by_size: BTreeMap::new(), round: 0 }
@@ -95,6 +100,13 @@ mod tests {
             assert!(size <= bytes + bytes / 8 + 256, "{bytes}: {size}");
             assert_eq!(buffer_size(size), size);
         }
+    }
+
+    #[test]
+    fn what_is_taken_leaves_the_rest_and_never_less_than_nothing() {
+        assert_eq!(room(96 << 30, 16 << 30), 80 << 30);
+        assert_eq!(room(8 << 30, 8 << 30), 0);
+        assert_eq!(room(8 << 30, 9 << 30), 0);
     }
 
     #[test]

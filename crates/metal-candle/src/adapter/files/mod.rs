@@ -11,7 +11,7 @@ use crate::model::weight::Storage;
 use crate::model::{Model, Weights};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::copy;
+use metal_candle_kernels::{copy, host};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -244,7 +244,7 @@ fn is_the_same(found: &Tensor, table: &Tensor, bits: Option<usize>) -> Result<bo
     let rows = found.dim(0)?;
     for start in (0..rows).step_by(ROWS) {
         let part = |tensor: &Tensor| tensor.narrow(0, start, ROWS.min(rows - start));
-        let table = copy::cast(&files::on_the_host(&part(table)?)?, DType::F32)?;
+        let table = copy::cast(&host::on_the_host(&part(table)?)?, DType::F32)?;
         let difference = (part(found)? - &table)?;
         if bits.is_some() {
             lost += f64::from(sum(&difference)?);

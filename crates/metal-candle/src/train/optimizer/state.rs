@@ -12,7 +12,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::flat::Clip;
 use metal_candle_kernels::host::HostBuffers;
-use metal_candle_kernels::{adafactor, adamw, adamw8bit, flat, lion, muon, sgd};
+use metal_candle_kernels::{adafactor, adamw, adamw8bit, copy, flat, lion, muon, sgd};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -263,7 +263,7 @@ impl OptimizerState {
         for part in &parts {
             let tensor = match read(part)? {
                 Some(read) => read.to_device(device)?,
-                None => Tensor::zeros(of_part(part).len(), part.dtype, device)?,
+                None => copy::zeros(of_part(part).len(), part.dtype, device)?,
             };
             tensors.push((part.name, tensor));
         }

@@ -23,6 +23,7 @@ mod tests;
 pub(super) use cpu::View;
 
 use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
+use crate::copy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Neighbours that share a scale; the last ones of a head may be fewer.
@@ -45,7 +46,7 @@ impl RoundedPool {
     pub fn new(shape: (usize, usize, usize, usize), device: &Device) -> Result<Self> {
         let (blocks, block, kv_heads, head_dim) = shape;
         let groups = (blocks, block, kv_heads, head_dim.div_ceil(GROUP));
-        let zeros = |shape| Tensor::zeros(shape, DType::U8, device);
+        let zeros = |shape| copy::zeros(shape, DType::U8, device);
         Ok(Self { codes: zeros(shape)?, scales: zeros(groups)? })
     }
 
