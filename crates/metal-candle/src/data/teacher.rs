@@ -4,11 +4,14 @@ use super::dataset::{Dataset, SampleKind};
 use super::store;
 use crate::hash::Hash;
 use crate::{Error, Result, files};
+use candle_core::DType;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufWriter, IntoInnerError, Seek, Write};
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -394,18 +397,33 @@ impl Taught {
     }
 }
 
-/// Collects what a teacher says, for a file: the bytes of its tensors.
-#[derive(Debug, Default)]
-pub(crate) struct TeacherWriter {
+/// Collects what a teacher says, for a file. The likeliest tokens, most of it, wait in files without a name.
+pub(crate) struct TeacherWriter<'a> {
+    path: &'a Path,
+    folder: PathBuf,
     ids: Vec<u8>,
     lengths: Vec<u8>,
     rows: Vec<u8>,
     positions: Vec<u8>,
-    top_ids: Vec<u8>,
-    top_logprobs: Vec<u8>,
+    /// Likeliest tokens of a row.
+    width: usize,
+    top_ids: BufWriter<File>,
+    top_logprobs: BufWriter<File>,
 }
 
-impl TeacherWriter {
+impl<'a> TeacherWriter<'a> {
+    /// For a file at `path`, beside which there has to be room for as much again. Each row names `width` tokens.
+    pub fn new(path: &'a Path, width: usize) -> Result<Self> {
+        let (folder, _) = files::parent_and_name(path)?;
+        let nameless = || {
+            let file = tempfile::tempfile_in(&folder).map_err(Error::io(&folder))?;
+            Ok::<_, Error>(BufWriter::with_capacity(1 << 20, file))
+        };
+        let (top_ids, top_logprobs) = (nameless()?, nameless()?);
+        let [ids, lengths, rows, positions] = [const { Vec::new() }; 4];
+        Ok(Self { path, folder, ids, lengths, rows, positions, width, top_ids, top_logprobs })
+    }
+
     /// Adds an example: its tokens, and for each token that something is said of its index, in order.
     pub fn push(&mut self, ids: &[u32], positions: &[usize]) {
         let whole = |number: usize| (number as i32).to_le_bytes();
@@ -415,34 +433,48 @@ impl TeacherWriter {
         self.positions.extend(positions.iter().flat_map(|position| whole(*position)));
     }
 
-    /// Adds what is said of one of these tokens: as many likeliest tokens as of the others.
-    pub fn say(&mut self, likeliest: &[(u32, f32)]) {
-        self.top_ids.extend(likeliest.iter().flat_map(|(id, _)| (*id as i32).to_le_bytes()));
-        self.top_logprobs.extend(likeliest.iter().flat_map(|(_, logprob)| logprob.to_le_bytes()));
+    /// Adds what is said of one of these tokens.
+    pub fn say(&mut self, likeliest: &[(u32, f32)]) -> Result<()> {
+        for (id, logprob) in likeliest {
+            let written = self
+                .top_ids
+                .write_all(&(*id as i32).to_le_bytes())
+                .and_then(|()| self.top_logprobs.write_all(&logprob.to_le_bytes()));
+            written.map_err(Error::io(&self.folder))?;
+        }
+        Ok(())
     }
 
     /// Writes the file, whole or not at all.
-    pub fn write(self, path: &Path, template_time: Option<&str>) -> Result<()> {
-        const BYTES: usize = 4;
-        let rows = self.positions.len() / BYTES;
-        let of_rows = vec![rows, self.top_ids.len() / BYTES / rows.max(1)];
-        let wrong = |error: safetensors::SafeTensorError| Error::file(path, error.to_string());
-        let view = |name, dtype, bytes, shape: Vec<usize>| {
-            Ok::<_, Error>((name, TensorView::new(dtype, shape, bytes).map_err(wrong)?))
-        };
-        let list = |name, bytes| {
-            let bytes: &Vec<u8> = bytes;
-            view(name, Dtype::I32, bytes, vec![bytes.len() / BYTES])
-        };
-        let views = [
-            list(INPUT_IDS, &self.ids)?,
-            list(LENGTHS, &self.lengths)?,
-            list(ROWS, &self.rows)?,
-            list(POSITIONS, &self.positions)?,
-            view(TOP_IDS, Dtype::I32, &self.top_ids, of_rows.clone())?,
-            view(TOP_LOGPROBS, Dtype::F32, &self.top_logprobs, of_rows)?,
-        ];
+    pub fn write(self, template_time: Option<&str>) -> Result<()> {
+        let Self { path, folder, ids, lengths, rows, positions, width, top_ids, top_logprobs } =
+            self;
+        let count = |bytes: &[u8]| [bytes.len() / size_of::<i32>()];
+        let lists = [(INPUT_IDS, ids), (LENGTHS, lengths), (ROWS, rows), (POSITIONS, positions)];
+        let shapes = lists.each_ref().map(|(_, bytes)| count(bytes));
+        let [of_rows] = shapes[3];
+        let of_rows = [of_rows, width];
+        let described =
+            lists.iter().zip(&shapes).map(|((name, _), shape)| (*name, DType::I32, &shape[..]));
+        let described = described
+            .chain([(TOP_IDS, DType::I32, &of_rows[..]), (TOP_LOGPROBS, DType::F32, &of_rows[..])]);
         let metadata = template_time.map(|time| [(TEMPLATE_TIME.into(), time.into())].into());
-        files::write_bytes_atomic(path, safetensors::serialize(views, metadata).map_err(wrong)?)
+        let header = files::safetensors_header(path, described, metadata)?;
+        let from_start = |file: BufWriter<File>| {
+            let file = file.into_inner().map_err(IntoInnerError::into_error);
+            let file = file.and_then(|mut file| file.rewind().map(|()| file));
+            file.map_err(Error::io(&folder))
+        };
+        let tops = [from_start(top_ids)?, from_start(top_logprobs)?];
+        files::write_atomic(path, |writer| {
+            writer.write_all(&header)?;
+            for (_, bytes) in &lists {
+                writer.write_all(bytes)?;
+            }
+            for mut file in tops {
+                io::copy(&mut file, writer)?;
+            }
+            Ok(())
+        })
     }
 }

@@ -37,7 +37,7 @@ pub fn write_teacher(
         let found = data.kind().name();
         return Err(Error::option("data", format!("are {found}, expected sequences to learn")));
     }
-    let mut writer = TeacherWriter::default();
+    let mut writer = TeacherWriter::new(path.as_ref(), top_k)?;
     let mut done = 0;
     for plan in batches.by_length() {
         let batch = batches.batch(&plan)?;
@@ -75,7 +75,7 @@ pub fn write_teacher(
                         ),
                     )
                 })?;
-                writer.say(of_token);
+                writer.say(of_token)?;
             }
         }
         done += plan.rows.len();
@@ -83,7 +83,7 @@ pub fn write_teacher(
             return Ok(false);
         }
     }
-    writer.write(path.as_ref(), template_time)?;
+    writer.write(template_time)?;
     Ok(true)
 }
 
