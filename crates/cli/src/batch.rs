@@ -163,8 +163,15 @@ pub struct Given<'a> {
 impl Given<'_> {
     /// What the answers follow from beside the prompts and the adapters; those of another run are not taken over.
     fn head(&self, writing: &Writing) -> anyhow::Result<Head> {
-        let GenerateOptions { max_tokens, sampling, stop, ignore_eos, top_logprobs: _ } =
-            &self.options;
+        // Whether a prompt is continued as it is follows from the template and `raw`.
+        let GenerateOptions {
+            max_tokens,
+            sampling,
+            stop,
+            ignore_eos,
+            top_logprobs: _,
+            continues_prompt: _,
+        } = &self.options;
         let model = &self.loaded.model;
         let setting = self.quantization.map(Quantization::setting);
         let value = |key: &str| setting.filter(|(name, _)| *name == key).map(|(_, value)| value);
@@ -515,6 +522,8 @@ fn options(line: &Line, index: usize, given: &Given) -> anyhow::Result<GenerateO
     }
     options.max_tokens = line.max_tokens.unwrap_or(options.max_tokens);
     options.ignore_eos = line.ignore_eos.unwrap_or(options.ignore_eos);
+    options.continues_prompt =
+        line.messages.is_none() && prompts::is_continued(&given.loaded.tokenizer, given.raw);
     match &line.stop {
         None => {}
         Some(Stop::One(stop)) => options.stop = vec![stop.clone()],

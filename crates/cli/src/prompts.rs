@@ -4,6 +4,11 @@ use metal_candle::Result;
 use metal_candle::text::{Message, RenderOptions, Tokenizer};
 use serde_json::{Map, Value};
 
+/// Whether a prompt is continued as it is instead of being a user's message.
+pub fn is_continued(tokenizer: &Tokenizer, raw: bool) -> bool {
+    raw || tokenizer.chat_template().is_none()
+}
+
 /// The tokens of a prompt: through the chat template as a user's message, if there is a template,
 /// otherwise, or when `raw`, as it is. `variables` are for the template.
 pub fn encode(
@@ -13,7 +18,7 @@ pub fn encode(
     raw: bool,
     variables: &Map<String, Value>,
 ) -> Result<Vec<u32>> {
-    if raw || tokenizer.chat_template().is_none() {
+    if is_continued(tokenizer, raw) {
         return tokenizer.encode(prompt, true);
     }
     let mut messages = Vec::new();

@@ -165,6 +165,7 @@ impl Sampling {
             stop: self.stop.clone(),
             ignore_eos: self.ignore_eos,
             top_logprobs: 0,
+            continues_prompt: false,
         };
         let is_given = |option: &str| match option {
             "temperature" => self.temperature.is_some(),

@@ -53,8 +53,9 @@ impl Ledger {
 /// Gives the device to one at a time. All of them launch their work on the same device, so what the engine has launched
 /// when its turn ends, one pass at most, is done before theirs.
 ///
-/// While both want it, the engine and training take turns such that training gets its share of the time. Work that
-/// comes now and then ([`Turns::hold`]) goes first and counts for nobody.
+/// While both want it, the engine and training take turns such that training gets its share of the time. Other work
+/// ([`Turns::hold`]) goes first and counts for nobody, but never twice while one of these two waits: however much of it
+/// comes, they go on.
 pub struct Turns {
     state: Mutex<State>,
     changed: Condvar,
@@ -66,6 +67,8 @@ struct State {
     held: bool,
     /// Who waits to go first.
     urgent: usize,
+    /// Whether such work was done while the engine or training waited, whose turn it is then.
+    owed: bool,
     of: [Worker; 2],
 }
 
@@ -84,6 +87,13 @@ impl Worker {
     }
 }
 
+impl State {
+    /// Whether the engine or training waits.
+    fn has_waiting(&self) -> bool {
+        self.of.iter().any(|worker| worker.waiting)
+    }
+}
+
 impl fmt::Debug for Turns {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Turns").finish_non_exhaustive()
@@ -97,16 +107,16 @@ impl Turns {
         let share = if share.is_nan() { 0.5 } else { share.clamp(0.01, 0.99) };
         let worker = Worker { waiting: false, works: false, released: Instant::now() };
         let ledger = Ledger { shares: [1.0 - share, share], used: [0.0; 2] };
-        let state = State { ledger, held: false, urgent: 0, of: [worker; 2] };
+        let state = State { ledger, held: false, urgent: 0, owed: false, of: [worker; 2] };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
 
-    /// Waits for the step under way, and has the device until the turn is dropped. It must not be asked for by a thread
-    /// that has a turn.
+    /// Waits for the step under way, and has the device until the turn is dropped. A step of the engine or of training that
+    /// has waited for other such work goes before. It must not be asked for by a thread that has a turn.
     pub fn hold(&self) -> Turn<'_> {
         let mut state = self.state();
         state.urgent += 1;
-        while state.held {
+        while state.held || (state.owed && state.has_waiting()) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.urgent -= 1;
@@ -172,7 +182,8 @@ impl Turns {
         state.of[me].waiting = true;
         loop {
             let comes = state.of[other].comes();
-            let may_go = state.urgent == 0 && (!comes || state.ledger.is_first(kind));
+            let goes_before_holds = state.urgent == 0 || state.owed;
+            let may_go = goes_before_holds && (!comes || state.ledger.is_first(kind));
             if !state.held && may_go {
                 break;
             }
@@ -180,6 +191,7 @@ impl Turns {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.of[me].waiting = false;
+        state.owed = false;
         state.held = true;
         Turn { turns: self, kind: Some(kind), began: Instant::now() }
     }
@@ -202,9 +214,12 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut state = self.turns.state();
         state.held = false;
-        if let Some(kind) = self.kind {
-            state.ledger.add(kind, self.began.elapsed().as_secs_f64());
-            state.of[kind as usize].released = Instant::now();
+        match self.kind {
+            Some(kind) => {
+                state.ledger.add(kind, self.began.elapsed().as_secs_f64());
+                state.of[kind as usize].released = Instant::now();
+            }
+            None => state.owed = state.has_waiting(),
         }
         drop(state);
         self.turns.changed.notify_all();
@@ -271,6 +286,35 @@ mod tests {
         });
         turns.training_rests();
         assert!(turns.engine_is_alone());
+    }
+
+    #[test]
+    fn whoever_waits_goes_on_after_one_hold() {
+        for kind in [Kind::Engine, Kind::Training] {
+            let turns = Turns::new(0.5);
+            let order = Mutex::new(Vec::new());
+            let held = turns.hold();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let _turn = turns.take(kind);
+                    order.lock().unwrap().push("waits");
+                });
+                while !turns.state().has_waiting() {
+                    std::thread::yield_now();
+                }
+                for _ in 0..2 {
+                    scope.spawn(|| {
+                        let _turn = turns.hold();
+                        order.lock().unwrap().push("hold");
+                    });
+                }
+                while turns.state().urgent < 2 {
+                    std::thread::yield_now();
+                }
+                drop(held);
+            });
+            assert_eq!(*order.lock().unwrap(), ["waits", "hold", "hold"], "{kind:?}");
+        }
     }
 
     #[test]

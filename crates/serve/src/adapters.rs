@@ -4,11 +4,12 @@
 use crate::app::{App, Shared};
 use crate::error::{ApiError, Result};
 use crate::hub::Download;
-use crate::replicas::{Place, Replica};
+use crate::replicas::{Place, Replica, Replicas};
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
 use metal_candle::files;
 use metal_candle::text::{Tokenizer, chat_template_in};
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -64,6 +65,9 @@ struct Loaded {
     tokenizer: Option<Arc<Tokenizer>>,
 }
 
+/// Which replica a request goes to.
+type ChoosePlace = fn(&Replicas) -> Arc<Place>;
+
 /// What tells an adapter's files from those that were there before: the length of each and when it was changed.
 type Version = Vec<(PathBuf, u64, Option<SystemTime>)>;
 
@@ -73,31 +77,43 @@ pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl App {
-    /// The model of this name.
+    /// The model of this name, to write texts with.
     ///
     /// # Errors
     /// A 404 when there is none, and what is wrong with an adapter's files.
     pub async fn choose(self: &Shared, name: &str) -> Result<Chosen> {
+        self.choose_at(Replicas::place, name).await
+    }
+
+    /// The model of this name for what is computed with [`App::model`], as an adapter is for one replica's model alone.
+    ///
+    /// # Errors
+    /// As [`Self::choose`].
+    pub async fn choose_on_first(self: &Shared, name: &str) -> Result<Chosen> {
+        self.choose_at(Replicas::place_on_first, name).await
+    }
+
+    async fn choose_at(self: &Shared, place: ChoosePlace, name: &str) -> Result<Chosen> {
         if self.is_base(name) {
             let (name, tokenizer) = (name.to_string(), self.tokenizer.clone());
-            return Ok(Chosen { name, place: self.replicas.place(), adapter: None, tokenizer });
+            return Ok(Chosen { name, place: place(&self.replicas), adapter: None, tokenizer });
         }
-        match self.known(name).await? {
+        match self.known(place, name).await? {
             Some(chosen) => Ok(chosen),
             None => {
                 self.fetch_from_hub(name).await?;
                 // Unless somebody has unloaded it meanwhile.
-                self.known(name).await?.ok_or_else(|| ApiError::no_model(name))
+                self.known(place, name).await?.ok_or_else(|| ApiError::no_model(name))
             }
         }
     }
 
     /// The adapter of this name, if there is one on this machine.
-    async fn known(self: &Shared, name: &str) -> Result<Option<Chosen>> {
+    async fn known(self: &Shared, place: ChoosePlace, name: &str) -> Result<Option<Chosen>> {
         let name = name.to_string();
         self.blocking(move |app| {
             let Some(folder) = app.folder_of(&name)? else { return Ok(None) };
-            let place = app.replicas.place();
+            let place = place(&app.replicas);
             let loaded = app.loaded(&place.replica, &folder);
             let (adapter, tokenizer) =
                 loaded.map_err(|error| refusal(app, &folder, &error).about("model"))?;
@@ -250,6 +266,7 @@ impl App {
         if let Some(found) = self.adapters.find(replica.index, folder, &version) {
             return Ok(found);
         }
+        read_through(&version);
         let adapter = {
             let _turn = replica.turns.hold();
             let adapter = Adapter::load(&replica.model, folder)?;
@@ -332,6 +349,16 @@ fn version(folder: &Path) -> Version {
         Some((path, found.len(), found.modified().ok()))
     };
     paths.into_iter().filter_map(of).collect()
+}
+
+/// Has the system bring files into memory, so that nobody waits for the disk while an adapter has the device.
+fn read_through(version: &Version) {
+    for (path, ..) in version {
+        // What can't be read is told when it is loaded.
+        if let Ok((mut file, _)) = files::open_regular(path) {
+            let _ = io::copy(&mut file, &mut io::sink());
+        }
+    }
 }
 
 fn created(folder: &Path) -> i64 {

@@ -9,6 +9,7 @@ use metal_candle::turns::Turns;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// The base on a device.
 pub struct Replica {
@@ -82,18 +83,31 @@ impl Replicas {
         Place::new(least.clone())
     }
 
+    /// A place at the first one.
+    pub fn place_on_first(&self) -> Arc<Place> {
+        Place::new(self.first.clone())
+    }
+
     /// The tokens that every cache has room for.
     pub fn cache_tokens(&self) -> usize {
         self.iter().map(|replica| replica.cache_tokens).min().unwrap_or_default()
     }
 
-    /// What all engines do together.
+    /// Whether all engines' threads live.
+    pub fn are_alive(&self) -> bool {
+        self.iter().all(|replica| replica.engine.is_alive())
+    }
+
+    /// What all engines do together. Those that are busy with a step for longer than `patience` say what they did when it
+    /// began.
     ///
     /// # Errors
     /// When one is gone.
-    pub fn statistics(&self) -> Result<Statistics> {
+    pub fn statistics(&self, patience: Duration) -> Result<Statistics> {
+        let deadline = Instant::now() + patience;
         let mut sum = Statistics::default();
         for replica in self.iter() {
+            let left = deadline.saturating_duration_since(Instant::now());
             let Statistics {
                 waiting,
                 running,
@@ -105,7 +119,7 @@ impl Replicas {
                 accepted,
                 recorded,
                 read_ahead,
-            } = replica.engine.statistics()?;
+            } = replica.engine.statistics_within(left)?;
             sum.waiting += waiting;
             sum.running += running;
             sum.blocks += blocks;
@@ -171,7 +185,8 @@ mod tests {
         let replicas = Replicas::start(&model, &others, &tokenizer, &options).unwrap();
         assert_eq!(replicas.cache_tokens(), 256);
         let blocks = 256 / options.engine.block_size;
-        assert_eq!(replicas.statistics().unwrap().blocks, 3 * blocks);
+        assert_eq!(replicas.statistics(Duration::from_secs(1)).unwrap().blocks, 3 * blocks);
+        assert!(replicas.are_alive());
 
         let index = |place: &Arc<Place>| place.replica.index;
         let last = replicas.place();

@@ -220,6 +220,21 @@ impl Sampling {
         };
         Ok((0..choices).map(choice).collect())
     }
+
+    /// The options of each choice of one of several prompts, by those of the first. Without a seed no two choices have
+    /// the same random numbers: the same prompt again gives other texts. With one, a prompt's texts don't depend on its
+    /// place.
+    pub fn of_prompt(&self, first: &[GenerateOptions], prompt: usize) -> Vec<GenerateOptions> {
+        let choices_before = match self.seed {
+            Some(_) => 0,
+            None => prompt * first.len(),
+        };
+        let mut options = first.to_vec();
+        for GenerateOptions { sampling, .. } in &mut options {
+            sampling.seed = sampling.seed.wrapping_add(choices_before as u64);
+        }
+        options
+    }
 }
 
 fn random_seed() -> u64 {
@@ -319,6 +334,7 @@ pub fn check_metadata(metadata: Option<&Map<String, Value>>) -> Result<()> {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::collections::BTreeSet;
 
     fn options(sampling: &Sampling) -> Result<Vec<GenerateOptions>> {
         let mut defaults = GenerateOptions::default();
@@ -348,6 +364,19 @@ mod tests {
         assert_eq!(seeds, [u64::MAX, 0, 1]);
         let any = |_| options(&Sampling::default()).unwrap()[0].sampling.seed;
         assert_ne!(any(0), any(1));
+    }
+
+    #[test]
+    fn choices_of_several_prompts_have_their_own_random_numbers_unless_there_is_a_seed() {
+        let seeds = |seed| {
+            let asked = Sampling { seed, n: Some(2), ..Sampling::default() };
+            let first = options(&asked).unwrap();
+            let all = (0..3).flat_map(|prompt| asked.of_prompt(&first, prompt));
+            all.map(|it| it.sampling.seed).collect::<Vec<u64>>()
+        };
+        let any = seeds(None);
+        assert_eq!(any.iter().collect::<BTreeSet<_>>().len(), 6, "{any:?}");
+        assert_eq!(seeds(Some(7)), [7, 8, 7, 8, 7, 8]);
     }
 
     #[test]

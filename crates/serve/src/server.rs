@@ -1,6 +1,7 @@
 //! The server: its threads, connections, limits, start and end.
 
 use crate::adapters::Adapters;
+use crate::api::health::PROBES;
 use crate::app::{App, Shared, new_id, now};
 use crate::connection::Patient;
 use crate::error::ApiError;
@@ -258,11 +259,13 @@ async fn name(State(limits): State<Limits>, request: Request, next: Next) -> Res
     response
 }
 
-/// Counts requests and refuses those beyond the limit. One is under way until its answer is sent.
+/// Counts requests and refuses those beyond the limit, but for probes. One is under way until its answer is sent.
 async fn limit(limits: Limits, request: Request, next: Next) -> Response {
     let Limits { app, permits } = limits;
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
-    let Ok(permit) = permits.try_acquire_owned() else {
+    let is_probe = route.as_deref().is_some_and(|route| PROBES.contains(&route));
+    let permit = if is_probe { Ok(None) } else { permits.try_acquire_owned().map(Some) };
+    let Ok(permit) = permit else {
         let most = app.options.max_requests;
         let error = ApiError::busy(format!("{most} requests are under way already"));
         return api::refusal(request.uri().path(), error);
@@ -276,11 +279,11 @@ async fn limit(limits: Limits, request: Request, next: Next) -> Response {
 /// A request under way.
 struct UnderWay {
     app: Shared,
-    _permit: OwnedSemaphorePermit,
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl UnderWay {
-    fn new(app: Shared, permit: OwnedSemaphorePermit) -> Self {
+    fn new(app: Shared, permit: Option<OwnedSemaphorePermit>) -> Self {
         app.metrics.began();
         Self { app, _permit: permit }
     }

@@ -157,8 +157,11 @@ impl Texts {
 
     fn submit(&mut self) {
         while self.under_way.len() < MOST_AT_ONCE
-            && let Some((index, request)) = self.waiting.pop_front()
+            && let Some((index, mut request)) = self.waiting.pop_front()
         {
+            // Only the first may be refused because too many wait: what is written would be lost with one of the others.
+            // There are never more of them at once than when it was taken.
+            request.follows = index > 0;
             let mut caller = Caller { index, sender: self.sender.clone(), ended: false };
             let engine = &self.place.replica.engine;
             let ticket = engine.submit_to(request, move |event| caller.tell(event));

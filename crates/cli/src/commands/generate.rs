@@ -131,7 +131,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         &arguments.template,
         terminal,
     )?;
-    let options = arguments.sampling.resolve(&loaded.folder)?;
+    let mut options = arguments.sampling.resolve(&loaded.folder)?;
     if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {
         return Err(usage("system: this model has no chat template to put a system message in"));
     }
@@ -149,6 +149,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         let engine = (&arguments.batch.at_once, &arguments.writing);
         return batch::run(engine, prompts, output, &given, terminal);
     }
+    options.continues_prompt = prompts::is_continued(&loaded.tokenizer, arguments.raw);
     let ids = prompts::encode(
         &loaded.tokenizer,
         &prompt,

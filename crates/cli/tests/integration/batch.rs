@@ -3,6 +3,7 @@
 use crate::common::{Place, wait};
 use serde_json::{Value, json};
 use std::fs;
+use std::path::Path;
 
 fn to<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let run = ["generate", "-m", "base", "--dtype", "f32", "--prompts", "prompts.jsonl"];
@@ -82,6 +83,40 @@ fn the_same_prompt_is_drawn_anew_unless_a_seed_says_otherwise() {
     let found = answers(&place);
     assert_ne!(found[0]["text"], found[1]["text"]);
     assert_eq!(found[2]["text"], found[3]["text"]);
+}
+
+#[test]
+fn raw_prompts_keep_the_space_that_their_text_begins_with() {
+    let place = Place::new();
+    let folder = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+    fs::create_dir(place.path("base")).unwrap();
+    // The demo's model with a decoder that takes a space off a text, as that of Llama 2 does.
+    for (from, names) in [
+        ("demo/base", &["config.json", "model.safetensors"][..]),
+        (
+            "../../fixtures/tokenizer-sp",
+            &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"],
+        ),
+    ] {
+        for name in names {
+            fs::copy(folder(from).join(name), place.path("base").join(name)).unwrap();
+        }
+    }
+    let tokenizer: Value = serde_json::from_str(&place.read("base/tokenizer.json")).unwrap();
+    let always = format!("{}=100", tokenizer["model"]["vocab"]["▁t"]);
+    let flags = ["-n", "3", "--logit-bias", &always];
+    let prompt = json!({ "prompt": "Once upon a" });
+    let message = json!({ "messages": [{ "role": "user", "content": "Once upon a" }] });
+    place.write("prompts.jsonl", &lines(&[prompt, message]));
+    for (more, expected) in [(&["--raw"][..], [" t t t", "t t t"]), (&[], ["t t t", "t t t"])] {
+        place.ok(&to("answers.jsonl", &[&flags[..], more].concat()));
+        let texts: Vec<Value> = answers(&place).iter().map(|it| it["text"].clone()).collect();
+        assert_eq!(texts, expected, "{more:?}");
+        fs::remove_file(place.path("answers.jsonl")).unwrap();
+        let one = ["generate", "-m", "base", "-t", "0", "-p", "Once upon a", "--json"];
+        let alone = place.json(&[&one[..], &flags, more].concat());
+        assert_eq!(alone["text"], expected[0], "{more:?}");
+    }
 }
 
 #[test]

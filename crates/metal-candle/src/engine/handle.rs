@@ -11,9 +11,10 @@ use crate::turns::Turns;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 /// Sends requests to an engine that runs on a thread of its own, which owns the device. It runs until the last of its
 /// handles and answers are gone.
@@ -21,6 +22,8 @@ use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 pub struct Handle {
     sender: Sender<Command>,
     tickets: Arc<AtomicU64>,
+    /// What the engine was busy with when it last began a step or came to rest, for as long as its thread lives.
+    latest: Weak<Mutex<Statistics>>,
 }
 
 /// What a handle and an answer tell the engine. A ticket is the number of a request before it has one there.
@@ -68,10 +71,21 @@ impl Handle {
         tokenizer: Option<Arc<Tokenizer>>,
         options: EngineOptions,
     ) -> Result<Self> {
-        let readers = Readers::new(model, &options)?;
+        Self::over(Readers::new(model, &options)?, tokenizer, options)
+    }
+
+    pub(super) fn over(
+        readers: Readers,
+        tokenizer: Option<Arc<Tokenizer>>,
+        options: EngineOptions,
+    ) -> Result<Self> {
         let (sender, commands) = mpsc::channel();
+        let latest = Arc::new(Mutex::new(Statistics::default()));
+        let tickets = Arc::new(AtomicU64::new(0));
+        let handle = Self { sender, tickets, latest: Arc::downgrade(&latest) };
         let run = move || {
             Thread {
+                latest,
                 turns: options.turns.clone(),
                 engine: Engine::over(readers, tokenizer.as_deref(), options),
                 callers: HashMap::new(),
@@ -83,7 +97,7 @@ impl Handle {
             .name("engine".into())
             .spawn(run)
             .map_err(|error| Error::option("engine", format!("no thread for it: {error}")))?;
-        Ok(Self { sender, tickets: Arc::new(AtomicU64::new(0)) })
+        Ok(handle)
     }
 
     /// Asks for a text. What is wrong with the request is the first item of the answer.
@@ -108,14 +122,40 @@ impl Handle {
         Ticket { number, sender: self.sender.clone() }
     }
 
-    /// What the engine is busy with.
+    /// Whether the engine's thread lives, however busy it is.
+    pub fn is_alive(&self) -> bool {
+        self.latest.strong_count() > 0
+    }
+
+    /// What the engine is busy with, after all that was asked of it before. A step under way is waited for.
     ///
     /// # Errors
     /// When its thread is gone.
     pub fn statistics(&self) -> Result<Statistics> {
+        self.ask_statistics().recv().map_err(|_| gone())
+    }
+
+    /// As [`Self::statistics`], but what it was busy with when the step under way began, if that takes longer than
+    /// `patience`.
+    ///
+    /// # Errors
+    /// When its thread is gone.
+    pub fn statistics_within(&self, patience: Duration) -> Result<Statistics> {
+        match self.ask_statistics().recv_timeout(patience) {
+            Ok(statistics) => Ok(statistics),
+            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+            Err(RecvTimeoutError::Timeout) => {
+                let latest = self.latest.upgrade().ok_or_else(gone)?;
+                Ok(*latest.lock().unwrap_or_else(PoisonError::into_inner))
+            }
+        }
+    }
+
+    fn ask_statistics(&self) -> Receiver<Statistics> {
         let (sender, answer) = mpsc::channel();
+        // An engine that is gone drops the other end, which the receiver tells.
         let _ = self.sender.send(Command::Statistics(sender));
-        answer.recv().map_err(|_| gone())
+        answer
     }
 }
 
@@ -178,6 +218,8 @@ fn tell(listener: &mut Listener, event: Event) -> bool {
 }
 
 struct Thread<'t> {
+    /// The first that is dropped, so that who learns from an answer that the thread has ended finds it so.
+    latest: Arc<Mutex<Statistics>>,
     engine: Engine<'t>,
     turns: Option<Arc<Turns>>,
     callers: HashMap<RequestId, (u64, Listener)>,
@@ -191,6 +233,7 @@ impl Thread<'_> {
                 if let Some(turns) = &self.turns {
                     turns.engine_rests();
                 }
+                self.tell_latest();
                 match commands.recv() {
                     Ok(command) => self.take(command),
                     Err(_) => return,
@@ -203,6 +246,7 @@ impl Thread<'_> {
                     Err(TryRecvError::Disconnected) => return,
                 }
             }
+            self.tell_latest();
             let events = {
                 let _turn = self.turns.as_ref().map(|turns| turns.engine());
                 self.engine.step()
@@ -239,6 +283,10 @@ impl Thread<'_> {
             }
             Command::Statistics(caller) => drop(caller.send(self.engine.statistics())),
         }
+    }
+
+    fn tell_latest(&self) {
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.statistics();
     }
 
     fn forget(&mut self, id: RequestId) {

@@ -57,10 +57,10 @@ pub struct EngineOptions {
     pub max_sequences: usize,
     /// Tokens of a step, at most; no fewer than texts.
     pub max_batch_tokens: usize,
-    /// Requests that wait, at most.
+    /// Requests that wait, at most, but for those that follow others ([`Request::follows`]).
     pub max_waiting: usize,
-    /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory or a
-    /// quarter of the machine's, but no more than all texts at once can have. Where layers differ in their windows,
+    /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory, half of what
+    /// a Mac's may take, or a quarter of the machine's, but no more than all texts at once can have. Where layers differ in their windows,
     /// those that see less keep what they see of the texts at once; with a draft model, all keep everything.
     pub cache_tokens: Option<usize>,
     /// How those keys and values are kept.
@@ -144,6 +144,10 @@ pub struct Request {
     pub grammar: Option<Grammar>,
     /// Whether to tell how likely the prompt's tokens are. Then all of it is read, also what is in the cache.
     pub score_prompt: bool,
+    /// Whether it belongs to an answer of several texts, of which another was asked for before: it is taken however many
+    /// wait ([`EngineOptions::max_waiting`]), as what is written of the others would be lost. Who asks bounds how many these
+    /// are.
+    pub follows: bool,
 }
 
 /// A request's number, which an engine gives once.
@@ -378,8 +382,9 @@ impl<'t> Engine<'t> {
     /// # Errors
     /// [`Error::Option`] when the request cannot be written by this engine, or too many wait.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        let Request { prompt, options, adapter, priority, grammar, score_prompt } = request;
-        if self.waiting.len() >= self.options.max_waiting {
+        let Request { prompt, options, adapter, priority, grammar, score_prompt, follows } =
+            request;
+        if !follows && self.waiting.len() >= self.options.max_waiting {
             let most = self.options.max_waiting;
             return Err(Error::option("max_waiting", format!("{most} requests wait already")));
         }
@@ -400,7 +405,7 @@ impl<'t> Engine<'t> {
                 ),
             ));
         }
-        let mut answer = Answer::new(self.tokenizer, options)?;
+        let mut answer = Answer::new(self.tokenizer, options, &prompt)?;
         if let Some(grammar) = &grammar {
             answer = answer.with_grammar(grammar)?;
         }
@@ -669,7 +674,7 @@ impl<'t> Engine<'t> {
             }
             let text = sequence.tokens.len() - sequence.drafts;
             for ahead in 0..=sequence.drafts {
-                rows.push(sequence.answer.row(&sequence.tokens[..text + ahead], ahead));
+                rows.push(sequence.answer.row(&sequence.tokens[text..text + ahead]));
             }
         }
         if rows.is_empty() {
@@ -966,8 +971,9 @@ fn usual_blocks(
 ) -> Result<usize> {
     /// What is known to fit nearly everywhere, where the system says nothing.
     const UNKNOWN: u64 = 1 << 30;
-    /// Of what is free on a GPU the rest is for activations.
+    /// Of what is free on a GPU the rest is for activations, and on a Mac for all other programs, too.
     const OF_GPU: f64 = 0.85;
+    const OF_MAC: f64 = 0.5;
     const OF_MACHINE: f64 = 0.25;
     // What there is for all of them: the parts of a model have the room of the device that has the least each.
     let mut bytes = f64::INFINITY;
@@ -976,7 +982,8 @@ fn usual_blocks(
             Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
             device => {
                 let devices = model.ranks().len().max(1) as f64;
-                devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU * devices
+                let part = if device.is_metal() { OF_MAC } else { OF_GPU };
+                devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * part * devices
             }
         });
     }

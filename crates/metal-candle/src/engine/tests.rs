@@ -8,6 +8,7 @@ use metal_candle_kernels::attention::HOLE;
 use metal_candle_kernels::host::Downloads;
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::time::Duration;
 
 const VOCABULARY: usize = 40;
 const BLOCK: usize = 4;
@@ -178,10 +179,12 @@ fn engine<'t>(
     tokenizer: &'t Tokenizer,
     options: EngineOptions,
 ) -> Engine<'t> {
+    Engine::over(readers(reader, blocks), Some(tokenizer), options)
+}
+
+fn readers(reader: impl Reader + 'static, blocks: u32) -> Readers {
     let layers = vec![Layers { window: None, blocks }];
-    let readers =
-        Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0, keeps_ranges: false };
-    Engine::over(readers, Some(tokenizer), options)
+    Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0, keeps_ranges: false }
 }
 
 /// One with layers of the reader's window beside others, over all blocks that the reader has.
@@ -513,6 +516,41 @@ fn what_cannot_be_written_is_refused_when_it_comes() {
     }
     let error = engine.submit(request(&[1], 1)).unwrap_err().to_string();
     assert!(error.contains("2 requests wait already"), "{error}");
+    // What goes with one that was taken isn't refused for that, but for all else.
+    let follows = |request| Request { follows: true, ..request };
+    let id = engine.submit(follows(request(&[1], 1))).unwrap();
+    let error = engine.submit(follows(request(&[], 1))).unwrap_err().to_string();
+    assert!(error.contains("prompt: is empty"), "{error}");
+    assert!(matches!(run(&mut engine)[&id], (_, Some(Event::Finished(_)))));
+}
+
+#[test]
+fn an_engine_that_waits_for_its_turn_lives_and_says_what_it_has_to_do() {
+    let turns = Turns::new(0.5);
+    let options = EngineOptions { turns: Some(turns.clone()), ..small() };
+    let handle = Handle::over(readers(Reads::new(5), 5), None, options).unwrap();
+    let turn = turns.hold();
+    let mut answers = handle.submit(request(&[1, 2], 3));
+    let waiting = || handle.statistics_within(Duration::from_millis(1)).unwrap().waiting;
+    while waiting() == 0 {}
+    assert!(handle.is_alive());
+    drop(turn);
+    assert_eq!(
+        answers.by_ref().map(|piece| piece.unwrap()).filter(|it| it.token.is_some()).count(),
+        3
+    );
+    assert_eq!(handle.statistics().unwrap().waiting, 0);
+}
+
+#[test]
+fn an_engine_whose_thread_panics_lives_no_more() {
+    // Its reader has no slots to write to.
+    let handle = Handle::over(readers(Reads::new(0), 5), None, small()).unwrap();
+    assert!(handle.is_alive());
+    let mut answers = handle.submit(request(&[1], 1));
+    assert!(answers.next().unwrap().is_err());
+    assert!(!handle.is_alive());
+    assert!(handle.statistics().is_err() && handle.statistics_within(Duration::ZERO).is_err());
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! A text while it is written: from the logits of what comes next to pieces of text, until it ends.
 
 use super::grammar::{Constraint, Grammar};
+use super::penalties::Penalties;
 use super::sampler::{MOST_LIKELIEST, Row, Sampled, Sampler, SamplingOptions};
 use super::stop::StopStrings;
 use crate::text::{DecodeStream, Tokenizer};
@@ -20,6 +21,9 @@ pub struct GenerateOptions {
     pub ignore_eos: bool,
     /// How many of the likeliest tokens are told beside each that is drawn, up to 20.
     pub top_logprobs: usize,
+    /// Whether the text continues the prompt's, as a completion does, so that a space which it begins with stays.
+    /// Tokenizers such as Llama 2's take that off a text, which is right for an answer to a message.
+    pub continues_prompt: bool,
 }
 
 impl Default for GenerateOptions {
@@ -30,6 +34,7 @@ impl Default for GenerateOptions {
             stop: Vec::new(),
             ignore_eos: false,
             top_logprobs: 0,
+            continues_prompt: false,
         }
     }
 }
@@ -78,6 +83,7 @@ pub(crate) struct Answer<'t> {
     max_tokens: usize,
     eos: Vec<u32>,
     sampler: Sampler,
+    penalties: Penalties,
     top_logprobs: usize,
     constraint: Option<Constraint>,
     stops: StopStrings,
@@ -87,22 +93,38 @@ pub(crate) struct Answer<'t> {
 }
 
 impl<'t> Answer<'t> {
-    /// Without a tokenizer there are tokens alone.
-    pub fn new(tokenizer: Option<&'t Tokenizer>, options: GenerateOptions) -> Result<Self> {
+    /// What follows `prompt`. Without a tokenizer there are tokens alone.
+    pub fn new(
+        tokenizer: Option<&'t Tokenizer>,
+        options: GenerateOptions,
+        prompt: &[u32],
+    ) -> Result<Self> {
         options.validate()?;
-        let GenerateOptions { max_tokens, sampling, stop, ignore_eos, top_logprobs } = options;
+        let GenerateOptions {
+            max_tokens,
+            sampling,
+            stop,
+            ignore_eos,
+            top_logprobs,
+            continues_prompt,
+        } = options;
         if tokenizer.is_none() && !stop.is_empty() {
             return Err(Error::option("stop", "needs a tokenizer, and there is none"));
         }
         let eos = tokenizer.filter(|_| !ignore_eos).map(|it| it.eos_ids().to_vec());
+        let stream = tokenizer.map(|tokenizer| match continues_prompt {
+            true => tokenizer.decode_stream_after(prompt),
+            false => Ok(tokenizer.decode_stream()),
+        });
         Ok(Self {
             max_tokens,
             eos: eos.unwrap_or_default(),
+            penalties: Penalties::new(&sampling, prompt, &[]),
             sampler: Sampler::new(sampling)?,
             top_logprobs,
             constraint: None,
             stops: StopStrings::new(stop)?,
-            stream: tokenizer.map(Tokenizer::decode_stream),
+            stream: stream.transpose()?,
             tokens: Vec::new(),
             finished: None,
         })
@@ -149,14 +171,12 @@ impl<'t> Answer<'t> {
         self.max_tokens - self.tokens.len()
     }
 
-    /// How the token is drawn that follows `text`: a prompt, what was written, and `ahead` tokens that may be.
-    pub fn row<'a>(&'a self, text: &'a [u32], ahead: usize) -> Row<'a> {
-        let written = self.tokens.len() + ahead;
+    /// How the token is drawn that follows the prompt, what was written, and `guesses`, tokens that may be.
+    pub fn row<'a>(&'a self, guesses: &'a [u32]) -> Row<'a> {
         Row {
             sampler: &self.sampler,
-            ahead,
-            history: text,
-            generated: &text[text.len() - written..],
+            penalties: &self.penalties,
+            guesses,
             allowed: self.constraint.as_ref().and_then(Constraint::allowed),
             top_logprobs: self.top_logprobs,
         }
@@ -176,6 +196,7 @@ impl<'t> Answer<'t> {
             return Ok(Piece { text: self.flush()?, token, logprob, likeliest });
         }
         self.tokens.push(id);
+        self.penalties.push(id);
         let decoded = match &mut self.stream {
             Some(stream) => stream.push(id)?.unwrap_or_default(),
             None => String::new(),
@@ -207,5 +228,38 @@ impl<'t> Answer<'t> {
             text.push_str(&self.stops.finish());
         }
         Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn a_continuation_keeps_the_space_that_it_begins_with_and_an_answer_does_not() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+        // Its decoder takes a space off a text, as that of Llama 2 does.
+        let tokenizer = Tokenizer::load(&fixtures.join("tokenizer-sp")).unwrap();
+        let write = |(prompt, text): (&str, &str), continues_prompt| {
+            let prompt = tokenizer.encode(prompt, true).unwrap();
+            let all = tokenizer.encode(text, true).unwrap();
+            let written = all.strip_prefix(prompt.as_slice()).unwrap();
+            let options = GenerateOptions {
+                max_tokens: written.len(),
+                continues_prompt,
+                ..GenerateOptions::default()
+            };
+            let mut answer = Answer::new(Some(&tokenizer), options, &prompt).unwrap();
+            let sampled = |&id: &u32| Sampled { id, logprob: 0.0, likeliest: Vec::new() };
+            let pieces = written.iter().map(|id| answer.take(sampled(id)).unwrap().text);
+            pieces.collect::<String>()
+        };
+        let story = ("Once upon a", "Once upon a time");
+        assert_eq!(write(story, true), " time");
+        assert_eq!(write(story, false), "time");
+        let code = ("def f():\n", "def f():\n    return 1");
+        assert_eq!(write(code, true), "    return 1");
+        assert_eq!(write(code, false), "   return 1");
     }
 }

@@ -163,7 +163,7 @@ impl<'s, 'a> Generation<'s, 'a> {
         prompt: &[u32],
         options: GenerateOptions,
     ) -> Result<Self> {
-        let answer = Answer::new(Some(tokenizer), options)?;
+        let answer = Answer::new(Some(tokenizer), options, prompt)?;
         let logits = session.continue_with(prompt)?;
         Ok(Self { session, answer, logits, failed: false })
     }
@@ -202,7 +202,7 @@ impl<'s, 'a> Generation<'s, 'a> {
             && length < table.len() * BLOCK
             && !reader.model().ropes_change(length, length + 1);
         let downloads = reader.downloads().filter(|_| may);
-        let Session { reader, adapter, tables, tokens, .. } = &mut *self.session;
+        let Session { reader, adapter, tables, .. } = &mut *self.session;
         let mut ahead = None;
         let mut launch = |token: &Tensor| {
             let next = Stretch::ahead(length, tables, adapter.as_ref());
@@ -210,7 +210,7 @@ impl<'s, 'a> Generation<'s, 'a> {
         };
         let meanwhile =
             downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });
-        let sampled = self.answer.row(tokens, 0).sample(&self.logits, meanwhile)?;
+        let sampled = self.answer.row(&[]).sample(&self.logits, meanwhile)?;
         Ok((sampled, ahead))
     }
 }

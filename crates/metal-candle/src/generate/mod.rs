@@ -3,6 +3,7 @@
 mod answer;
 mod generator;
 mod grammar;
+mod penalties;
 pub mod sampler;
 pub mod stop;
 

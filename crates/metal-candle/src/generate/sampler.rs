@@ -25,10 +25,11 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 use llguidance::toktrie::SimpleVob;
 use metal_candle_kernels::host::Downloads;
-use metal_candle_kernels::sampling::{self, Adjustment, Choice, Draw};
+use metal_candle_kernels::sampling::{self, Choice, Draw};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::penalties::Penalties;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
@@ -155,11 +156,9 @@ pub struct Sampler {
 /// Whose token is chosen from a row of logits.
 pub(crate) struct Row<'a> {
     pub sampler: &'a Sampler,
-    /// Tokens that are drawn before this one and after the sampler's last.
-    pub ahead: usize,
-    /// The prompt followed by what was generated.
-    pub history: &'a [u32],
-    pub generated: &'a [u32],
+    pub penalties: &'a Penalties,
+    /// Tokens that may be drawn before this one and after those that the sampler and the penalties know of.
+    pub guesses: &'a [u32],
     /// The tokens that may be chosen; `None` is all.
     pub allowed: Option<&'a SimpleVob>,
     /// How many of the likeliest are told.
@@ -234,8 +233,8 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        let row =
-            Row { sampler: self, ahead: 0, history, generated, allowed: None, top_logprobs: 0 };
+        let penalties = &Penalties::new(&self.options, history, generated);
+        let row = Row { sampler: self, penalties, guesses: &[], allowed: None, top_logprobs: 0 };
         let sampled = row.sample(logits, None)?;
         self.advance();
         Ok(sampled)
@@ -247,42 +246,6 @@ impl Sampler {
         if self.options.temperature != 0.0 {
             self.random.uniform();
         }
-    }
-
-    /// Bias and penalties, by ascending ids.
-    fn adjustments(
-        &self,
-        vocabulary: usize,
-        history: &[u32],
-        generated: &[u32],
-    ) -> Result<Vec<Adjustment>> {
-        let options = &self.options;
-        let mut adjustments = BTreeMap::new();
-        let mut of =
-            |id: u32, outside: fn(u32, usize) -> Error, change: &dyn Fn(&mut Adjustment)| {
-                if id as usize >= vocabulary {
-                    return Err(outside(id, vocabulary));
-                }
-                change(adjustments.entry(id).or_insert(Adjustment::of(id)));
-                Ok(())
-            };
-        for (&id, &bias) in &options.logit_bias {
-            of(id, bias_outside, &|adjustment| adjustment.bias = f64::from(bias))?;
-        }
-        if options.repetition_penalty != 1.0 {
-            let length = options.repetition_context.unwrap_or(usize::MAX).min(history.len());
-            for id in counts(&history[history.len() - length..]).into_keys() {
-                let penalty = options.repetition_penalty;
-                of(id, text_outside, &|adjustment| adjustment.penalty = penalty)?;
-            }
-        }
-        if options.presence_penalty != 0.0 || options.frequency_penalty != 0.0 {
-            for (id, count) in counts(generated) {
-                let taken = options.presence_penalty + options.frequency_penalty * count as f64;
-                of(id, text_outside, &|adjustment| adjustment.subtracted = taken)?;
-            }
-        }
-        Ok(adjustments.into_values().collect())
     }
 
     /// How a token is drawn before which `ahead` others are: the options, and a number in `[0, 1)`.
@@ -320,9 +283,9 @@ pub(crate) fn sample_rows(
 ) -> Result<Vec<Result<Sampled>>> {
     let vocabulary = logits.dim(1)?;
     let (mut draws, mut problems) = (Vec::with_capacity(rows.len()), Vec::new());
-    for Row { sampler, ahead, history, generated, .. } in rows {
-        let (options, uniform) = sampler.draw(*ahead);
-        let (adjustments, problem) = match sampler.adjustments(vocabulary, history, generated) {
+    for Row { sampler, penalties, guesses, .. } in rows {
+        let (options, uniform) = sampler.draw(guesses.len());
+        let (adjustments, problem) = match penalties.adjustments(vocabulary, guesses) {
             Ok(adjustments) => (adjustments, None),
             Err(error) => (Vec::new(), Some(error)),
         };
@@ -430,22 +393,6 @@ pub(crate) fn likeliest_of(logits: &[f32], count: usize) -> Vec<(u32, f64)> {
     ids.into_iter().map(|id| (id, f64::from(logits[id as usize]) - log_sum)).collect()
 }
 
-fn bias_outside(id: u32, vocabulary: usize) -> Error {
-    Error::option("logit_bias", format!("token {id} is outside the vocabulary of {vocabulary}"))
-}
-
-fn text_outside(id: u32, vocabulary: usize) -> Error {
-    broken(format!("token {id} of the text is outside the vocabulary of {vocabulary}"))
-}
-
-fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
-    let mut counts = BTreeMap::new();
-    for &id in ids {
-        *counts.entry(id).or_insert(0) += 1;
-    }
-    counts
-}
-
 fn broken_logit(id: u32, logit: f32) -> Error {
     broken(format!("the logit of token {id} is {logit}"))
 }
@@ -454,7 +401,7 @@ fn nothing(vocabulary: usize) -> Error {
     broken(format!("none of the {vocabulary} logits is above negative infinity"))
 }
 
-fn broken(message: String) -> Error {
+pub(super) fn broken(message: String) -> Error {
     Error::Tensor(candle_core::Error::Msg(format!("sampling: {message}")))
 }
 
@@ -479,36 +426,6 @@ mod tests {
         assert_eq!(id(&[f32::NEG_INFINITY, -5.0]), 1);
         assert_eq!(id(&[-0.0, 0.0]), 0);
         assert_eq!(id(&[f32::MIN]), 0);
-    }
-
-    #[test]
-    fn penalties_and_bias_follow_their_definitions() {
-        let options = SamplingOptions {
-            repetition_penalty: 2.0,
-            presence_penalty: 0.5,
-            frequency_penalty: 0.25,
-            logit_bias: BTreeMap::from([(0, 1.0), (4, -100.0)]),
-            ..Default::default()
-        };
-        // Prompt 0, 1; generated 2, 2, 3.
-        let history = [0, 1, 2, 2, 3];
-        let adjusted = |options: &SamplingOptions| {
-            let mut logits = [3.0, -1.0, 4.0, -4.0, 1.0, 7.0];
-            let sampler = sampler(options.clone());
-            for adjustment in sampler.adjustments(6, &history, &history[2..]).expect("valid") {
-                let logit = &mut logits[adjustment.id as usize];
-                *logit = adjustment.apply(*logit);
-            }
-            logits
-        };
-        // Bias, then half or double, then 0.5 and 0.25 for each time it was generated.
-        assert_eq!(adjusted(&options), [2.0, -2.0, 1.0, -8.75, -99.0, 7.0]);
-        let last_two = SamplingOptions { repetition_context: Some(2), ..options.clone() };
-        assert_eq!(adjusted(&last_two), [4.0, -1.0, 1.0, -8.75, -99.0, 7.0]);
-        let more_than_all = SamplingOptions { repetition_context: Some(99), ..options.clone() };
-        assert_eq!(adjusted(&more_than_all), adjusted(&options));
-        let praise = SamplingOptions { presence_penalty: -2.0, ..Default::default() };
-        assert_eq!(adjusted(&praise), [3.0, -1.0, 6.0, -2.0, 1.0, 7.0]);
     }
 
     /// Probabilities after top-k, top-p and min-p, as the logits processors of transformers
@@ -685,15 +602,20 @@ mod tests {
         };
         let mut alone: Vec<Sampler> = (0..cases.len()).map(|row| sampler(of_row(row))).collect();
         let together = alone.clone();
-        // More than once, as each has its random numbers.
+        let of_texts = together.iter().zip(&cases).map(|(sampler, (_, text))| {
+            Penalties::new(sampler.options(), text, &text[text.len() / 2..])
+        });
+        let of_texts: Vec<Penalties> = of_texts.collect();
+        // After each number of guesses, as each has its random numbers and its penalties.
         for ahead in 0..5 {
-            let rows = together.iter().zip(&cases);
-            let rows: Vec<Row> = rows
-                .map(|(sampler, (_, text))| Row {
+            let guesses = &[5, 2, 5, 38][..ahead];
+            let rows: Vec<Row> = together
+                .iter()
+                .zip(&of_texts)
+                .map(|(sampler, penalties)| Row {
                     sampler,
-                    ahead,
-                    history: text,
-                    generated: &text[text.len() / 2..],
+                    penalties,
+                    guesses,
                     allowed: None,
                     top_logprobs: 0,
                 })
@@ -702,7 +624,8 @@ mod tests {
             assert_eq!(found.len(), cases.len());
             for ((found, sampler), (logits, text)) in found.into_iter().zip(&mut alone).zip(&cases)
             {
-                let expected = sampler.sample(logits, text, &text[text.len() / 2..]);
+                let history = [text.as_slice(), guesses].concat();
+                let expected = sampler.sample(logits, &history, &history[text.len() / 2..]);
                 let expected = expected.map_err(|error| error.to_string());
                 assert_eq!(found.map_err(|error| error.to_string()), expected);
             }

@@ -249,6 +249,22 @@ impl Tokenizer {
         DecodeStream::new(self, true)
     }
 
+    /// As [`Tokenizer::decode_stream`], of tokens that continue `prompt`: gives what they add to its text. Decoders that
+    /// take a space off the beginning of a text, as that of Llama 2 does, would otherwise take it off these tokens.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the decoder fails.
+    pub fn decode_stream_after(&self, prompt: &[u32]) -> Result<DecodeStream<'_>> {
+        DecodeStream::after(self, true, prompt)
+    }
+
+    /// Whether [`Tokenizer::decode`] leaves an id out: one without a token, or of a special token if it skips these.
+    pub(super) fn leaves_out(&self, id: u32, skip_special: bool) -> bool {
+        let added = self.inner.get_added_vocabulary();
+        let token = self.inner.id_to_token(id);
+        token.is_none_or(|token| skip_special && added.is_special_token(&token))
+    }
+
     /// The ids that end a generation, in the order the folder gives them; empty when it names none.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids

@@ -268,6 +268,8 @@ fn guessed_tokens_leave_every_text_as_it_is() {
                 let sampling = SamplingOptions {
                     temperature: 0.8,
                     frequency_penalty: 0.4,
+                    repetition_penalty: 1.2,
+                    repetition_context: Some(6),
                     seed: index as u64,
                     ..SamplingOptions::default()
                 };

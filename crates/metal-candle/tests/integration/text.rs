@@ -204,6 +204,35 @@ fn streamed_pieces_add_up_and_never_split_a_character() {
 }
 
 #[test]
+fn a_stream_after_a_prompt_gives_what_its_tokens_add() {
+    for name in ["tokenizer", "tokenizer-sp"] {
+        let tokenizer = tokenizer(name);
+        let cases = read::<Vec<Encoding>>(&format!("{name}/encodings.json"));
+        for text in cases.into_iter().map(|case| case.text).chain([MIXED.to_string()]) {
+            let ids = tokenizer.encode(&text, true).unwrap();
+            let whole = tokenizer.decode(&ids, true).unwrap();
+            for length in 0..=ids.len() {
+                let (prompt, written) = ids.split_at(length);
+                let before = tokenizer.decode(prompt, true).unwrap();
+                if before.ends_with(char::REPLACEMENT_CHARACTER) {
+                    // It ends within a character.
+                    continue;
+                }
+                let mut stream = tokenizer.decode_stream_after(prompt).unwrap();
+                let pieces = written.iter().filter_map(|id| stream.push(*id).unwrap());
+                let mut added: String = pieces.collect();
+                added.extend(stream.finish().unwrap());
+                assert_eq!(
+                    Some(added.as_str()),
+                    whole.strip_prefix(&before),
+                    "{name} {text:?} {length}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn a_stream_of_random_tokens_adds_up_in_a_byte_level_tokenizer() {
     let tokenizer = tokenizer("tokenizer");
     let mut random = metal_candle::random::SplitMix64::new(11);

@@ -137,11 +137,11 @@ impl CompletionRequest {
             return Err(ApiError::field("prompt", what));
         }
         let (mut requests, mut lines) = (Vec::new(), Vec::new());
-        for prompt in prompts {
+        for (index, prompt) in prompts.into_iter().enumerate() {
             let (tokens, text) = read(app, prompt, &chosen.tokenizer, echo)?;
             let most = most_tokens(app, tokens.len(), self.max_tokens)?;
-            for options in &options {
-                let mut options = options.clone();
+            for mut options in sampling.of_prompt(&options, index) {
+                options.continues_prompt = true;
                 options.max_tokens = most;
                 options.top_logprobs = logprobs.unwrap_or(0);
                 lines.push(Line {
@@ -250,7 +250,7 @@ impl Line {
     fn take(&mut self, written: Written) -> More {
         let mut more = More { text: self.echo.take().unwrap_or_default(), ..More::default() };
         match written {
-            Written::Prompt(scored) => more.logprobs = self.scores(&scored),
+            Written::Prompt(scored) => more.logprobs = self.scores(&scored, &more.text),
             Written::Piece(piece) if self.writes => {
                 let belongs = piece.token.is_some_and(|token| !self.ends.contains(&token));
                 self.tokens += usize::from(belongs);
@@ -268,12 +268,20 @@ impl Line {
         more
     }
 
-    fn scores(&mut self, scored: &[Scored]) -> Option<Lists> {
+    /// Of the prompt's tokens, whose text is `told`.
+    fn scores(&mut self, scored: &[Scored], told: &str) -> Option<Lists> {
         let words = self.words.clone()?;
         let mut lists = Lists::default();
         for Scored { token, logprob, likeliest } in scored {
             self.entry(&words, &mut lists, *token, *logprob, likeliest);
         }
+        // What tokenizers add to a text, a BOS token and a space, stands at its beginning.
+        let length = told.chars().count();
+        let added = self.offset.saturating_sub(length);
+        for offset in &mut lists.text_offset {
+            *offset = offset.saturating_sub(added);
+        }
+        self.offset = length;
         Some(lists)
     }
 

@@ -15,6 +15,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use candle_core::DType;
 use metal_candle::autograd::Tape;
+use metal_candle::devices;
 use metal_candle::pass::Input;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -122,7 +123,7 @@ async fn embed(
         let what = format!("has {} texts, expected 1 to {MOST_INPUTS}", texts.len());
         return Err(ApiError::field("input", what));
     }
-    let chosen = Arc::new(app.choose(&request.model).await?);
+    let chosen = Arc::new(app.choose_on_first(&request.model).await?);
     let mut data = Vec::new();
     let mut usage = Usage::default();
     for (index, text) in texts.into_iter().enumerate() {
@@ -179,7 +180,7 @@ fn vector(app: &App, chosen: &Chosen, tokens: &[u32], dimensions: usize) -> Resu
     };
     let mut vector = {
         let _turn = app.turns.hold();
-        mean()?
+        devices::step(app.model.device(), mean)?
     };
     vector.truncate(dimensions);
     normalize(&mut vector);

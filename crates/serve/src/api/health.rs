@@ -8,6 +8,14 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::{Value, json};
+use std::time::Duration;
+
+/// How long engines that are busy with a step are waited for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The routes of whoever watches over the server. They are answered whatever else is under way, as a server that is busy
+/// would be taken for a dead one.
+pub const PROBES: [&str; 3] = ["/health", "/ping", "/metrics"];
 
 pub fn routes() -> Router<Shared> {
     Router::new()
@@ -17,9 +25,12 @@ pub fn routes() -> Router<Shared> {
         .route("/metrics", get(metrics))
 }
 
-/// That all engines' threads live; they may be busy with a step.
+/// That all engines' threads live; they may be busy with a step, which isn't waited for.
 async fn health(State(app): State<Shared>) -> Result<()> {
-    app.blocking(|app| app.replicas.statistics().map(drop).map_err(ApiError::internal)).await
+    match app.replicas.are_alive() {
+        true => Ok(()),
+        false => Err(ApiError::internal("the thread of an engine has ended")),
+    }
 }
 
 async fn version() -> Json<Value> {
@@ -29,7 +40,7 @@ async fn version() -> Json<Value> {
 async fn metrics(State(app): State<Shared>) -> Result<impl IntoResponse> {
     let text = app
         .blocking(|app| {
-            let statistics = app.replicas.statistics().map_err(ApiError::internal)?;
+            let statistics = app.replicas.statistics(PATIENCE).map_err(ApiError::internal)?;
             Ok(app.metrics.text(&statistics, app.adapters.count()))
         })
         .await?;

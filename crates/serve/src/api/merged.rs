@@ -35,7 +35,7 @@ pub async fn download_merged(
     let permit = app.merging.clone().try_acquire_owned().map_err(|_| {
         ApiError::busy(format!("{AT_ONCE} merged models are being downloaded already"))
     })?;
-    let chosen = app.choose(&tuned.name).await?;
+    let chosen = app.choose_on_first(&tuned.name).await?;
     let adapter = chosen.adapter.ok_or_else(|| ApiError::no_model(&tuned.name))?;
     let (entries, beside) = app
         .blocking(move |app| {

@@ -101,6 +101,13 @@ impl Plan {
         }
     }
 
+    fn objective(&self) -> Objective {
+        match self.method {
+            Method::Supervised => Objective::Sft,
+            Method::Dpo => Objective::Dpo(DpoOptions { beta: self.beta, ..DpoOptions::default() }),
+        }
+    }
+
     /// How records become examples. What doesn't fit into memory goes to a file in `folder`.
     pub fn data_options(&self, folder: &Path) -> Result<DataOptions> {
         let now = NaiveDateTime::parse_from_str(&self.template_time, TIME).map_err(|error| {
@@ -111,6 +118,7 @@ impl Plan {
             variables: self.variables.clone(),
             now: Some(now),
             folder: folder.to_path_buf(),
+            samples: self.objective().samples(),
             ..DataOptions::default()
         })
     }
@@ -135,12 +143,8 @@ impl Plan {
         let epochs = Duration::Epochs(f64::from(self.n_epochs));
         let steps = total_steps(epochs, batches, self.passes)?;
         let save_every = steps_between_checkpoints(steps, self.steps_of_epoch(batches));
-        let objective = match self.method {
-            Method::Supervised => Objective::Sft,
-            Method::Dpo => Objective::Dpo(DpoOptions { beta: self.beta, ..DpoOptions::default() }),
-        };
         let options = TrainOptions {
-            objective,
+            objective: self.objective(),
             grad_accumulation: self.passes,
             grad_checkpoint: self.recompute,
             seed: self.seed,

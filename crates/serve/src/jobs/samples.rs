@@ -94,7 +94,7 @@ impl Samples {
         let left = model.config().context() - ids.len();
         let options =
             GenerateOptions { max_tokens: TOKENS.min(left), ..GenerateOptions::default() };
-        let session = &mut Session::new(model, Some(adapter))?;
+        let session = &mut Turns::train(turns, device, || Session::new(model, Some(adapter)))?;
         let begin = move || Generation::new(session, &self.tokenizer, ids, options);
         let mut generation = Turns::train(turns, device, begin)?;
         let mut text = String::new();

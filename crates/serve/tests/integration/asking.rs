@@ -76,6 +76,12 @@ impl Running {
         ask_at(self.address, path, body)
     }
 
+    /// As [`Self::ask`], with `GET`.
+    pub fn get(&self, path: &str) -> (u16, String) {
+        let head = "HTTP/1.1\r\nhost: localhost\r\nconnection: close";
+        send_to(self.address, &format!("GET {path} {head}\r\n\r\n"))
+    }
+
     /// What it answers, which has to be good.
     pub fn good(&self, path: &str, body: &Value) -> Value {
         let (status, answer) = self.ask(path, body);
@@ -152,13 +158,24 @@ pub fn ask_thinker(path: &str, body: &Value) -> (u16, String) {
 }
 
 fn ask_at(address: SocketAddr, path: &str, body: &Value) -> (u16, String) {
+    send_to(address, &post(path, body))
+}
+
+/// Asks for a stream and reads its beginning. Dropping what this gives leaves it.
+pub fn begin(address: SocketAddr, path: &str, body: &Value) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(post(path, body).as_bytes()).unwrap();
+    stream.read_exact(&mut [0; 500]).unwrap();
+    stream
+}
+
+fn post(path: &str, body: &Value) -> String {
     let body = body.to_string();
     let length = body.len();
-    let request = format!(
+    format!(
         "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
          content-length: {length}\r\n\r\n{body}"
-    );
-    send_to(address, &request)
+    )
 }
 
 pub fn send(request: &str) -> (u16, String) {

@@ -1,6 +1,6 @@
 //! What a server refuses, and gives up.
 
-use crate::asking::{Running, ask, refused};
+use crate::asking::{Running, ask, begin, refused};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -110,6 +110,38 @@ fn grammars_and_texts_that_are_too_large_harm_nobody() {
     let message = json!({"role": "user", "content": long});
     let request = json!({"model": "demo", "messages": [message]});
     assert_eq!(refused("/v1/chat/completions", &request), "messages");
+}
+
+/// A stream that lasts for as long as somebody listens.
+fn long() -> Value {
+    json!({"model": "demo", "prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": true,
+        "temperature": 1, "stream": true})
+}
+
+#[test]
+fn a_request_that_was_taken_has_all_its_texts_written_whoever_waits() {
+    let narrow = Running::start_with(None, &[], |options| {
+        options.engine.max_sequences = 1;
+        options.engine.max_waiting = 1;
+    });
+    let path = "/v1/completions";
+    let few = json!({"model": "demo", "prompt": vec!["Once"; 6], "max_tokens": 4});
+    assert_eq!(narrow.good(path, &few)["choices"].as_array().unwrap().len(), 6);
+    // The queue is still full for requests that come then.
+    let _held = begin(narrow.address(), path, &long());
+    assert_eq!(narrow.ask(path, &few).0, 429);
+}
+
+#[test]
+fn a_server_that_answers_all_it_may_says_that_it_lives() {
+    let busy = Running::start_with(None, &[], |options| options.max_requests = 1);
+    let path = "/v1/completions";
+    let _held = begin(busy.address(), path, &long());
+    assert_eq!(busy.ask(path, &json!({"model": "demo", "prompt": "Once"})).0, 429);
+    for path in ["/health", "/ping", "/metrics"] {
+        assert_eq!(busy.get(path).0, 200, "{path}");
+    }
+    assert_eq!(busy.get("/v1/models").0, 429);
 }
 
 #[test]

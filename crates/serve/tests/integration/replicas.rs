@@ -1,5 +1,6 @@
 //! One base with several engines behind one address.
 
+use crate::asking::begin;
 use crate::jobs::client::{Client, demo, lines, model, serve_model, serve_replicas, serve_with};
 use candle_core::Tensor;
 use metal_candle::adapter::{Adapter, LoraConfig};
@@ -9,8 +10,6 @@ use metal_candle::{DType, Device};
 use metal_candle_serve::Options;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -65,16 +64,11 @@ fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
     assert_ne!(expected[..prompts.len()], expected[prompts.len()..]);
 
     // Each of these is under way until it is left, so each has an engine of its own.
-    let held: Vec<TcpStream> = (0..ENGINES)
+    let held: Vec<_> = (0..ENGINES)
         .map(|_| {
             let request = json!({"model": "other", "prompt": "Once", "max_tokens": 100,
-                "n": 128, "ignore_eos": true, "temperature": 1, "stream": true})
-            .to_string();
-            let mut stream = TcpStream::connect(several.address()).unwrap();
-            let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json";
-            write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{request}", request.len()).unwrap();
-            stream.read_exact(&mut [0; 500]).unwrap();
-            stream
+                "n": 128, "ignore_eos": true, "temperature": 1, "stream": true});
+            begin(several.address(), "/v1/completions", &request)
         })
         .collect();
     assert_eq!(figure(&many, "adapters_loaded"), ENGINES as f64);
@@ -136,6 +130,32 @@ fn jobs_train_beside_several_engines() {
         asking.into_iter().map(|it| it.join().unwrap()).collect()
     });
     assert!(texts.iter().all(|text| text == &texts[0]));
+    let (status, _) = client.bytes(&format!("/v1/fine_tuning/jobs/{job}/merged"));
+    assert_eq!(status, 200);
+}
+
+#[test]
+fn embeddings_with_an_adapter_are_those_of_one_engine() {
+    let place = tempfile::tempdir().unwrap();
+    adapters(place.path());
+    let change = |options: &mut Options| options.adapters = Some(place.path().into());
+    let data: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
+    let one = serve_with(data[0].path(), change);
+    let several = serve_replicas(data[1].path(), ENGINES, change);
+    let clients = [Client::of(&one), Client::of(&several)];
+    let embedding = |client: &Client, model: &str| {
+        let request = json!({"model": model, "input": "Once"});
+        let (status, answer) = client.post("/v1/embeddings", &request);
+        assert_eq!(status, 200, "{answer}");
+        answer["data"][0]["embedding"].clone()
+    };
+    let [base, other] = ["demo", "other"].map(|model| {
+        let [one, several] = clients.each_ref().map(|client| embedding(client, model));
+        assert_eq!(one, several);
+        one
+    });
+    assert_ne!(base, other);
+    assert_eq!(figure(&clients[1], "adapters_loaded"), 1.0);
 }
 
 #[test]
@@ -152,7 +172,7 @@ fn a_model_in_parts_writes_the_same_texts_and_says_what_needs_it_whole() {
     let data: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
     let one = serve_with(data[0].path(), change);
     let split = tensor::load(demo("base"), DType::F32, &[Device::Cpu, Device::Cpu], None);
-    let several = serve_model(data[1].path(), &Arc::new(split.unwrap()), 1, change);
+    let several = serve_model(data[1].path(), Arc::new(split.unwrap()), change);
     let (one, several) = (Client::of(&one), Client::of(&several));
     for model in ["demo", "other"] {
         for prompt in ["Once", "The number of legs of a"] {

@@ -1,7 +1,14 @@
 //! `/v1/completions`.
 
 use crate::asking::{events, good, refused};
-use serde_json::{Value, json};
+use crate::jobs::client::{Client, demo, model};
+use metal_candle::generate::GenerateOptions;
+use metal_candle::text::Tokenizer;
+use metal_candle_serve::{Base, Options, Server};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
 
 const TEXT: &str = "/v1/completions";
 
@@ -96,4 +103,61 @@ fn texts_are_continued_the_same_at_once_and_in_chunks() {
     assert_eq!(field(json!({"prompt": [99999]})), "prompt");
     assert_eq!(field(json!({"max_tokens": 0})), "max_tokens");
     assert_eq!(field(json!({"logprobs": 21})), "logprobs");
+}
+
+#[test]
+fn the_same_prompt_several_times_gives_several_texts() {
+    let request = json!({"model": "demo", "prompt": vec!["Once"; 4], "temperature": 2,
+        "max_tokens": 12, "ignore_eos": true});
+    let told = good(TEXT, &request);
+    let texts = told["choices"].as_array().unwrap().iter().map(|it| it["text"].as_str().unwrap());
+    assert_eq!(texts.collect::<BTreeSet<_>>().len(), 4, "{told}");
+}
+
+#[test]
+fn a_text_begins_with_its_space_where_the_tokenizer_takes_one_off_texts() {
+    let data = tempfile::tempdir().unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+    // Llama 2's decoder, and fewer tokens than the demo's model has.
+    let tokenizer = Tokenizer::load(&fixtures.join("tokenizer-sp")).unwrap();
+    let token = tokenizer.token_to_id("▁t").unwrap();
+    let base = Base {
+        model: Arc::new(model()),
+        replicas: Vec::new(),
+        tokenizer,
+        folder: demo("base"),
+        variables: Map::new(),
+        defaults: GenerateOptions::default(),
+    };
+    let mut options = Options::new("demo", data.path());
+    options.address = "127.0.0.1:0".parse().unwrap();
+    options.engine.cache_tokens = Some(8192);
+    let server = Server::start(base, options).unwrap();
+    let told = |echo: bool| {
+        let request = json!({"model": "demo", "prompt": "Once upon a", "echo": echo, "logprobs": 0,
+            "temperature": 0, "max_tokens": 3, "logit_bias": {token.to_string(): 100}});
+        let (status, told) = Client::of(&server).post(TEXT, &request);
+        assert_eq!(status, 200, "{told}");
+        told["choices"][0].clone()
+    };
+    let choice = told(false);
+    assert_eq!(choice["text"], " t t t");
+    assert_eq!(choice["logprobs"]["tokens"], json!([" t", " t", " t"]));
+    assert_eq!(choice["logprobs"]["text_offset"], json!([0, 2, 4]));
+
+    let choice = told(true);
+    let text = choice["text"].as_str().unwrap();
+    assert_eq!(text, "Once upon a t t t");
+    let tokens = choice["logprobs"]["tokens"].as_array().unwrap();
+    let offsets = choice["logprobs"]["text_offset"].as_array().unwrap();
+    // A BOS token and a space are added to the prompt, and are no part of its text.
+    assert_eq!(
+        (&tokens[..2], &offsets[..2]),
+        (&[json!("<s>"), json!(" ")][..], &[json!(0), json!(0)][..])
+    );
+    for (token, offset) in tokens.iter().zip(offsets).skip(2) {
+        let offset = usize::try_from(offset.as_u64().unwrap()).unwrap();
+        assert!(text[offset..].starts_with(token.as_str().unwrap()), "{choice}");
+    }
+    assert_eq!(offsets.last().unwrap(), text.len() - 2);
 }

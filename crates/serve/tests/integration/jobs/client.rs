@@ -32,21 +32,26 @@ pub fn serve_with(data: &Path, change: impl FnOnce(&mut Options)) -> Server {
     serve_replicas(data, 1, change)
 }
 
-/// As [`serve_with`], with so many engines.
+/// As [`serve_with`], with so many engines, each with a model of its own.
 pub fn serve_replicas(data: &Path, count: usize, change: impl FnOnce(&mut Options)) -> Server {
-    serve_model(data, &Arc::new(model()), count, change)
+    let others = (1..count).map(|_| Arc::new(model())).collect();
+    serve_models(data, Arc::new(model()), others, change)
 }
 
-/// As [`serve_replicas`], with this model.
-pub fn serve_model(
+/// As [`serve_with`], with this model.
+pub fn serve_model(data: &Path, model: Arc<Model>, change: impl FnOnce(&mut Options)) -> Server {
+    serve_models(data, model, Vec::new(), change)
+}
+
+fn serve_models(
     data: &Path,
-    model: &Arc<Model>,
-    count: usize,
+    model: Arc<Model>,
+    replicas: Vec<Arc<Model>>,
     change: impl FnOnce(&mut Options),
 ) -> Server {
     let base = Base {
-        replicas: vec![model.clone(); count - 1],
-        model: model.clone(),
+        model,
+        replicas,
         tokenizer: Tokenizer::load(&demo("base")).unwrap(),
         folder: demo("base"),
         variables: Map::new(),

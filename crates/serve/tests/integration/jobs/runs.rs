@@ -227,7 +227,7 @@ fn a_job_waits_for_a_server_with_the_options_that_it_was_begun_with() {
         if !knows_options {
             fs::remove_file(run.join("server_options.json")).unwrap();
         }
-        let server = serve_model(folder.path(), &load(dtype, quantization), 1, |options| {
+        let server = serve_model(folder.path(), load(dtype, quantization), |options| {
             options.quantization = quantization;
         });
         let client = Client::of(&server);
