@@ -1,7 +1,7 @@
 //! A training run from its settings to its files, in two parts: [`Run::prepare`] reads and checks
 //! everything, [`Run::train`] trains. Between them the model can be used as it is.
 
-use crate::datasets::{self, Wanted};
+use crate::datasets::{self, Found, Wanted};
 use crate::errors::usage;
 use crate::interrupt;
 use crate::models::{self, device, same_folder};
@@ -13,8 +13,8 @@ use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
 use crate::settings::file::with_resume_from;
 use crate::settings::{
-    ActivationPlacement, BasePlacement, FineTuneType, OptimizerPlacement, Precision, Settings,
-    limit,
+    ActivationPlacement, BasePlacement, Data, FineTuneType, OptimizerPlacement, Precision,
+    Settings, limit,
 };
 use crate::template;
 use anyhow::Context;
@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 /// The outcome of a run whose last steps changed nothing.
 pub const LAST_STEPS_SKIPPED: &str = "last_steps_skipped";
-/// How many of the layers that EVA leaves out are named.
+/// How many names of a list a message has.
 const NAMED: usize = 4;
 const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
 
@@ -123,6 +123,9 @@ impl Run {
         };
         let wanted = Wanted::Training { test: settings.test };
         let found = datasets::find(&settings.data, &settings.data_flags(), wanted, terminal)?;
+        for read in files_of_folders(&settings.data, &found) {
+            terminal.note(read);
+        }
         let sources = |split| datasets::of(&found, split);
         let has_valid = !sources(Split::Valid).is_empty();
         let held_out = settings.held_out().filter(|_| !has_valid);
@@ -184,6 +187,7 @@ impl Run {
         let data_options = DataOptions {
             now: Some(now),
             folder: if output.is_dir() { output.clone() } else { std::env::temp_dir() },
+            samples: objective.samples(),
             ..settings.data_options()
         };
         let named = |split: Split| format!("{} data of {data}", split.name());
@@ -532,8 +536,11 @@ impl Run {
         adapter: &Arc<Adapter>,
         seed: u64,
     ) -> metal_candle::Result<Vec<(String, String)>> {
-        let mut options =
-            GenerateOptions { max_tokens: self.settings.sample_tokens, ..Default::default() };
+        let mut options = GenerateOptions {
+            max_tokens: self.settings.sample_tokens,
+            continues_prompt: prompts::is_continued(&self.tokenizer, false),
+            ..Default::default()
+        };
         options.sampling.seed = seed;
         self.settings
             .sample_prompt
@@ -625,6 +632,28 @@ fn way_on(error: Error, output: &Path) -> anyhow::Error {
     }
 }
 
+/// What is read of each folder, where the names of files decide. What a data set of the hub has is told where it is found.
+fn files_of_folders(data: &Data, found: &[Found]) -> Vec<String> {
+    let folders = data.0.iter().map(|entry| Path::new(&entry.path)).filter(|path| path.is_dir());
+    let of_split = |folder: &Path, Found { split, source }: &Found| {
+        let inner = source.files.iter().filter_map(|file| file.strip_prefix(folder).ok());
+        let names: Vec<String> = inner.map(|file| file.display().to_string()).collect();
+        (!names.is_empty()).then(|| format!("{split} {}", first_of(&names)))
+    };
+    folders
+        .map(|folder| {
+            let splits: Vec<String> = found.iter().filter_map(|it| of_split(folder, it)).collect();
+            format!("data in {}: {}", folder.display(), splits.join("; "))
+        })
+        .collect()
+}
+
+/// The first names of a list, for a message.
+fn first_of<S: AsRef<str>>(names: &[S]) -> String {
+    let shown: Vec<&str> = names.iter().take(NAMED).map(AsRef::as_ref).collect();
+    format!("{}{}", shown.join(", "), if names.len() > NAMED { ", ..." } else { "" })
+}
+
 /// A new adapter as the settings describe it.
 fn new_adapter(
     settings: &Settings,
@@ -660,7 +689,8 @@ fn eva_adapter(
     terminal: Terminal,
 ) -> anyhow::Result<Adapter> {
     let mut search = progress::Search::new(terminal);
-    let (adapter, found) = eva::start(model, config, settings.seed, batches, &mut |it| {
+    let (seed, rows) = (settings.seed, settings.batch_size);
+    let (adapter, found) = eva::start(model, config, seed, batches, rows, &mut |it| {
         search.show(it);
     })?;
     drop(search);
@@ -682,12 +712,10 @@ fn eva_adapter(
         },
         match left_out.as_slice() {
             [] => String::new(),
-            paths => format!(
-                ", and {} left out: {}{}",
-                are(paths.len() as u64, "layer"),
-                paths[..paths.len().min(NAMED)].join(", "),
-                if paths.len() > NAMED { ", ..." } else { "" }
-            ),
+            paths => {
+                let count = are(paths.len() as u64, "layer");
+                format!(", and {count} left out: {}", first_of(paths))
+            }
         }
     ));
     Ok(adapter)
@@ -740,4 +768,31 @@ pub fn template_time(kept: &mut Option<String>) -> anyhow::Result<NaiveDateTime>
             "template_time: is {text:?}, expected a time such as 2025-01-31T12:00:00 ({error})"
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use metal_candle::data::DataSource;
+
+    #[test]
+    fn files_of_folders_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().display().to_string();
+        let data = Data::of(&[path.clone(), "elsewhere.jsonl".into()]);
+        let found = |split: &str, files: &[&str]| {
+            let files: Vec<PathBuf> = files.iter().map(|file| folder.path().join(file)).collect();
+            Found { split: split.into(), source: DataSource::new(files) }
+        };
+        let many: Vec<String> = (0..9).map(|index| format!("{index}.jsonl")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        let elsewhere = DataSource::new([PathBuf::from("elsewhere.jsonl")]);
+        let all = [
+            found("train", &many),
+            Found { split: "train".into(), source: elsewhere },
+            found("valid", &["dev/a.jsonl"]),
+        ];
+        let expected = "train 0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl, ...; valid dev/a.jsonl";
+        assert_eq!(files_of_folders(&data, &all), [format!("data in {path}: {expected}")]);
+    }
 }

@@ -363,6 +363,16 @@ mod tests {
         let (settings, notice) = with_flags(written, "{}").unwrap();
         let notice = notice.unwrap();
         assert!(notice.ends_with("every weight: rank, scale, dropout, target_modules"), "{notice}");
+        // Norms and biases move as everything else.
+        let written = "fine_tune_type: full\nloraplus_lr_ratio: 16";
+        let (full, notice) = with_flags(written, "{}").unwrap();
+        assert!(notice.unwrap().ends_with("every weight: loraplus_lr_ratio"));
+        let rate = metal_candle::train::LearningRate::default();
+        assert_eq!(full.train_options(4, rate.clone()).unwrap().loraplus_lr_ratio, 1.0);
+        assert_eq!(with_flags(&full.to_yaml().unwrap(), "{}").unwrap().1, None);
+        let of_adapters = parse("loraplus_lr_ratio: 16").unwrap();
+        assert_eq!(of_adapters.train_options(4, rate).unwrap().loraplus_lr_ratio, 16.0);
+        assert!(of_adapters.to_yaml().unwrap().contains("loraplus_lr_ratio: 16"));
         // What a run keeps says nothing of adapters.
         let kept = settings.to_yaml().unwrap();
         assert_eq!(with_flags(&kept, "{}").unwrap().1, None);
@@ -494,6 +504,24 @@ mod tests {
         assert_eq!(loss("mask_prompt: false"), Loss::All);
         assert_eq!(loss("assistant_only_loss: true"), Loss::Assistant);
         assert_eq!(loss("train_on_inputs: false"), Loss::Auto);
+        // TRL's two, of which one that is off means every token unless the other says more.
+        assert_eq!(loss("completion_only_loss: true"), Loss::Completion);
+        assert_eq!(loss("completion_only_loss: false"), Loss::All);
+        assert_eq!(loss("completion_only_loss: null"), Loss::Auto);
+        let both = |completion: bool, assistant: bool| {
+            loss(&format!("completion_only_loss: {completion}\nassistant_only_loss: {assistant}"))
+        };
+        assert_eq!(both(false, false), Loss::All);
+        assert_eq!(both(false, true), Loss::Assistant);
+        assert_eq!(both(true, false), Loss::Completion);
+        assert_eq!(loss("assistant_only_loss: false\nloss_on: all"), Loss::All);
+        let refused = |yaml: &str| parse(yaml).unwrap_err();
+        for more in ["", "loss_on: assistant", "loss_on: null", "completion_only_loss: null"] {
+            let error = refused(&format!("assistant_only_loss: false\n{more}"));
+            let expected =
+                "assistant_only_loss: is false, expected true. TRL then learns every token";
+            assert!(error.starts_with(expected) && error.contains("`loss_on: all`"), "{error}");
+        }
         let dtype = |yaml: &str| parse(yaml).unwrap().dtype;
         assert_eq!(dtype("bf16: true\nfp16: false\ntorch_dtype: bfloat16"), Precision::Bf16);
         assert_eq!(dtype("bf16: false\nfp16: true"), Precision::F16);

@@ -134,13 +134,21 @@ impl Keys {
 }
 
 /// Whether another key keeps this one from meaning anything, in transformers and TRL: of two warm-ups the one that is 0,
-/// any beside their constant schedule, and LoRA's dropout where all is switched off.
+/// any beside their constant schedule, LoRA's dropout where all is switched off, and a kind of loss that is off where
+/// another key says which tokens count.
 fn is_overruled(key: &str, value: &Value, mapping: &Mapping) -> bool {
+    let is_on = |word: &str| mapping.get(word).and_then(Value::as_bool) == Some(true);
+    let is_off = value.as_bool() == Some(false);
     let other = match key {
         "warmup_steps" => "warmup_ratio",
         "warmup_ratio" => "warmup_steps",
-        "dropout" | "lora_dropout" => {
-            return mapping.get("disable_dropout").and_then(Value::as_bool) == Some(true);
+        "dropout" | "lora_dropout" => return is_on("disable_dropout"),
+        "completion_only_loss" => return is_off && is_on("assistant_only_loss"),
+        "assistant_only_loss" => {
+            let said = |key| mapping.get(key).filter(|value| !value.is_null());
+            let contradicts = |loss: &Value| loss.as_str() == Some("assistant");
+            let is_said = said("loss_on").is_some_and(|loss| !contradicts(loss));
+            return is_off && (is_said || said("completion_only_loss").is_some());
         }
         _ => return false,
     };

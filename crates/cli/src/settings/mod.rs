@@ -707,7 +707,11 @@ impl Settings {
             learning_rate,
             optimizer: self.optimizer()?,
             optimizer_placement: self.optimizer_placement.into(),
-            loraplus_lr_ratio: self.loraplus_lr_ratio,
+            loraplus_lr_ratio: match self.fine_tune_type {
+                // There is no B; see `unused`.
+                FineTuneType::Full => 1.0,
+                FineTuneType::Lora | FineTuneType::Dora => self.loraplus_lr_ratio,
+            },
             clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
             skip_limit: self.skip_limit,
             grad_checkpoint: self.grad_checkpoint,
@@ -751,6 +755,9 @@ impl Settings {
             let mut skipped: Vec<&str> = Vec::new();
             if self.fine_tune_type == FineTuneType::Full || self.init_adapter.is_some() {
                 skipped.extend(LORA);
+            }
+            if self.fine_tune_type == FineTuneType::Full {
+                skipped.push("loraplus_lr_ratio");
             }
             if self.lr_schedule.is_some() {
                 skipped.extend(SCHEDULE);

@@ -59,7 +59,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("iters", Key("steps")),
     ("lora_layers", Key("num_layers")),
     ("lora_parameters", Sets(lora_parameters)),
-    ("mask_prompt", Sets(mask_prompt)),
+    ("mask_prompt", Sets(completion_or_all)),
     ("optimizer_config", Sets(optimizer_config)),
     ("project_name", Neutral(All, "")),
     ("prompt_feature", Key("prompt_column")),
@@ -118,12 +118,12 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("adam_beta1", Key("beta1")),
     ("adam_beta2", Key("beta2")),
     ("adam_epsilon", Key("epsilon")),
-    ("assistant_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "assistant"))),
+    ("assistant_only_loss", Sets(assistant_only_loss)),
     ("attn_implementation", Neutral(All, "")),
     ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
     ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
     ("bnb_4bit_quant_type", Neutral(OffOr(&["nf4"]), BITSANDBYTES)),
-    ("completion_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
+    ("completion_only_loss", Sets(completion_or_all)),
     ("chat_template_path", Key("chat_template")),
     (
         "ref_model",
@@ -470,7 +470,7 @@ fn objective(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     }
 }
 
-/// A kind of loss that is switched on.
+/// A kind of loss whose absence is what is usual here, too.
 fn loss_if(keys: &mut Keys, name: &str, value: &Value, loss: &str) -> Result<(), String> {
     match boolean(name, value)? {
         true => keys.insert("loss_on", name, loss.into()),
@@ -478,10 +478,25 @@ fn loss_if(keys: &mut Keys, name: &str, value: &Value, loss: &str) -> Result<(),
     }
 }
 
-/// mlx-lm masks everything before a conversation's last message.
-fn mask_prompt(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+/// The loss of what follows the prompt, or else of every token: mlx-lm's `mask_prompt`, which masks everything before a
+/// conversation's last message, and TRL's `completion_only_loss`, which goes by the data only where it has no value.
+fn completion_or_all(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     let loss = if boolean(name, value)? { "completion" } else { "all" };
     keys.insert("loss_on", name, loss.into())
+}
+
+/// TRL's loss of the assistant's turns. Where it is off, TRL learns every token of conversations, but of prompts with
+/// completions the completions, and which of these the data are isn't known yet.
+fn assistant_only_loss(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match boolean(name, value)? {
+        true => keys.insert("loss_on", name, "assistant".into()),
+        false => Err(wrong(
+            name,
+            value,
+            "true. TRL then learns every token of conversations, which is `loss_on: all` here, and of prompts with \
+             completions the completions, which is `loss_on: completion`; write that in its place",
+        )),
+    }
 }
 
 fn train(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
@@ -817,6 +832,7 @@ mod tests {
             ("bnb_4bit_quant_type", "nf4", "fp4"),
             ("quantization_method", "bnb", "gptq"),
             ("peft_use_dora", "false", "3"),
+            ("assistant_only_loss", "null", "false"),
         ] {
             assert_eq!(check(word, neutral), Ok(0), "{word}: {neutral}");
             let error = check(word, refused).unwrap_err();

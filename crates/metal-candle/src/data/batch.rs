@@ -379,9 +379,11 @@ impl Batcher {
             row.answer(index, Role::Undesirable, &words, 0..0, false);
             rows.push(row);
         }
+        // Batches are those of all ranks, of which each reads its part at a time.
+        let most = self.options.batch_size.div_ceil(group.size());
         let mut batches = Vec::new();
         while !rows.is_empty() {
-            let rest = rows.split_off(self.options.batch_size.min(rows.len()));
+            let rest = rows.split_off(most.min(rows.len()));
             batches.push(self.put_together(std::mem::replace(&mut rows, rest), None));
         }
         Ok((pairs.len(), batches))
@@ -600,18 +602,69 @@ impl Row {
 mod tests {
     use super::*;
     use crate::data::{Example, Sample};
+    use crate::parallel::Collectives;
+    use candle_core::{Device, Tensor};
 
-    #[test]
-    fn a_mismatched_answer_belongs_to_another_prompt() {
+    /// A data set of prompts and answers of a token each.
+    fn labelled(texts: &[(u32, u32)]) -> Arc<Dataset> {
         let answer = |(prompt, answer): (u32, u32)| Sample::Labelled {
             answer: Example { ids: vec![prompt, answer, 9], trainable: vec![false, true, true] },
             desirable: true,
         };
+        let samples: Vec<_> = texts.iter().copied().map(answer).collect();
+        Arc::new(Dataset::from_samples(&samples).unwrap())
+    }
+
+    /// The second of two ranks, which are never asked for anything else.
+    #[derive(Debug)]
+    struct Second;
+
+    impl Collectives for Second {
+        fn rank(&self) -> usize {
+            1
+        }
+
+        fn size(&self) -> usize {
+            2
+        }
+
+        fn gather(&self, _: &'static str, _: &[u8]) -> Result<Vec<Vec<u8>>> {
+            unreachable!()
+        }
+
+        fn sum(&self, _: &'static str, _: &Tensor) -> Result<()> {
+            unreachable!()
+        }
+
+        fn spread(&self, _: &'static str, _: &Tensor, _: &[Range<usize>]) -> Result<()> {
+            unreachable!()
+        }
+
+        fn takes(&self, _: &Device) -> bool {
+            unreachable!()
+        }
+    }
+
+    #[test]
+    fn a_rank_reads_its_part_of_a_batch_of_mismatched_answers_at_a_time() {
+        let texts: Vec<(u32, u32)> = (1..9).map(|prompt| (prompt, prompt + 10)).collect();
+        let options = BatchOptions { batch_size: 4, max_seq_length: 8, ..BatchOptions::default() };
+        let batcher = Batcher::new(labelled(&texts), options).unwrap();
+        let examples: Vec<usize> = (0..texts.len()).collect();
+        let rows = |group: Group<'_>| {
+            let (count, batches) = batcher.mismatched(&examples, group).unwrap();
+            assert_eq!(count, texts.len());
+            batches.iter().map(|batch| batch.rows).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(Group::default()), [4, 4]);
+        assert_eq!(rows(Group::new(&Second)), [2, 2]);
+    }
+
+    #[test]
+    fn a_mismatched_answer_belongs_to_another_prompt() {
         let mismatched = |texts: &[(u32, u32)]| {
-            let samples: Vec<_> = texts.iter().copied().map(answer).collect();
-            let dataset = Arc::new(Dataset::from_samples(&samples).unwrap());
             let options = BatchOptions { max_seq_length: 8, ..BatchOptions::default() };
-            let batcher = Batcher::new(dataset, options).unwrap();
+            let batcher = Batcher::new(labelled(texts), options).unwrap();
             let examples: Vec<usize> = (0..texts.len()).collect();
             let (count, batches) = batcher.mismatched(&examples, Group::default()).unwrap();
             let answers = batches.iter().flat_map(|batch| {

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use super::dataset::SampleKind;
 use crate::text::key_list;
 use crate::{Error, Result};
 
@@ -9,7 +10,7 @@ use crate::{Error, Result};
 /// its keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Columns {
-    /// What is given; a string or a list of messages.
+    /// What is given; a string or a list of messages. Without a completion it may be that of `chosen` and `rejected`.
     pub prompt: Option<Source>,
     /// What is to be learned; a string or a list of messages.
     pub completion: Option<Source>,
@@ -174,8 +175,16 @@ impl Columns {
         *self == Self::default()
     }
 
-    /// The keys that records are taken from.
-    pub(super) fn keys(&self) -> Vec<&str> {
+    /// Whether a record is a pair of answers under their usual keys, beside a prompt under another.
+    pub(super) fn have_pair(&self, fields: &Map<String, Value>, wanted: SampleKind) -> bool {
+        let is_pair = is_there(fields, "chosen") && is_there(fields, "rejected");
+        let is_prompt_alone = self.prompt.is_some() && self.completion.is_none();
+        let is_wanted = wanted != SampleKind::Plain || !is_there(fields, "completion");
+        is_prompt_alone && is_pair && is_wanted
+    }
+
+    /// The keys that a record is taken from.
+    pub(super) fn keys(&self, fields: &Map<String, Value>) -> Vec<&str> {
         if let Some(key) = &self.messages {
             return vec![key, "system", "tools", "functions"];
         }
@@ -183,6 +192,13 @@ impl Columns {
             return source.keys();
         }
         let mut keys = vec!["tools", "functions"];
+        if let Some(prompt) =
+            self.prompt.as_ref().filter(|_| self.have_pair(fields, SampleKind::default()))
+        {
+            keys.extend(["chosen", "rejected"]);
+            keys.extend(prompt.keys());
+            return keys;
+        }
         for (source, usual) in [(&self.prompt, "prompt"), (&self.completion, "completion")] {
             match source {
                 Some(source) => keys.extend(source.keys()),
@@ -208,6 +224,11 @@ impl Columns {
         }
         Ok(())
     }
+}
+
+/// Whether a key has a value. Files made from tables have every column in every record, null where it is not used.
+pub(super) fn is_there(fields: &Map<String, Value>, key: &str) -> bool {
+    fields.get(key).is_some_and(|value| !value.is_null())
 }
 
 /// The value of a key, or of a path of keys and indices with dots between.

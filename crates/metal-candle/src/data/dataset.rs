@@ -36,6 +36,10 @@ pub struct DataOptions {
     /// Which tokens the loss counts. `None` goes by the record: conversations [`LossOn::Assistant`], prompts with a
     /// completion [`LossOn::Completion`], texts [`LossOn::All`].
     pub loss_on: Option<LossOn>,
+    /// What is to be learned from records of files, as [`Objective::samples`](crate::train::Objective::samples) says: of a
+    /// record with keys of several shapes, this one is taken. [`SampleKind::Plain`] takes the first of those that
+    /// [`super::read_records`] knows.
+    pub samples: SampleKind,
     /// More variables for the chat template.
     pub variables: Map<String, Value>,
     /// The time that the chat template's `strftime_now` says; `None` is the time at the start of the build. A template
@@ -53,6 +57,7 @@ impl Default for DataOptions {
         Self {
             max_seq_length: 2048,
             loss_on: None,
+            samples: SampleKind::default(),
             variables: Map::new(),
             now: None,
             memory: 1 << 30,

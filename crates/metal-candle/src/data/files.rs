@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::format::{READ, stem_and_format};
+use super::format::{Format, READ, stem_and_format};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
@@ -84,7 +84,9 @@ impl DataFiles {
     /// A file or subfolder belongs to the split that a word of its name says: `train` or `training`; `valid`,
     /// `validation`, `val`, `dev`, `eval` or `evaluation`; `test` or `testing`. Several files of a split are its shards.
     /// Where no name says a split, it is looked for in the subfolder `data`, and if there is none all files are training
-    /// data. Hidden files and those that are not data by their names are passed over.
+    /// data. Hidden files and those that are not data by their names are passed over. Text (`.txt`, `.md`) that no name says
+    /// a split of is data only in a folder that has nothing else, as there may be notes beside data; what is left out is
+    /// told.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::File`] when the folder has no data, two words for one split, or a split in two formats.
@@ -126,10 +128,9 @@ impl DataFiles {
                     words.push((split, word));
                     let files = found.of_mut(split);
                     if is_folder {
-                        let inner = entries(&entry)?;
-                        files.extend(
-                            inner.into_iter().filter(|file| !file.is_dir() && is_data(&name(file))),
-                        );
+                        let mut inner = entries(&entry)?;
+                        inner.retain(|file| !file.is_dir() && is_data(&name(file)));
+                        files.extend(without_notes(&entry, inner));
                     } else {
                         files.push(entry);
                     }
@@ -143,7 +144,7 @@ impl DataFiles {
             if let Some(folder) = folder.filter(|_| others.is_empty()) {
                 return Self::find(&folder);
             }
-            found.train = others;
+            found.train = without_notes(path, others);
         }
         for files in [&found.train, &found.valid, &found.test] {
             same_twice(path, files)?;
@@ -223,6 +224,22 @@ fn is_data(name: &str) -> bool {
     format.is_some() && !ABOUT.iter().any(|about| stem.eq_ignore_ascii_case(about))
 }
 
+/// The data files of a folder without the text that stands beside those of other formats.
+fn without_notes(folder: &Path, files: Vec<PathBuf>) -> Vec<PathBuf> {
+    let is_text = |file: &PathBuf| stem_and_format(&name(file)).1 == Some(Format::Text);
+    let (notes, others): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(is_text);
+    if notes.is_empty() || others.is_empty() {
+        // One of them is all there is.
+        return if others.is_empty() { notes } else { others };
+    }
+    tracing::warn!(
+        "{}: {}: not read, as text beside data of another format is taken for notes; to learn it, give it as data of its own",
+        folder.display(),
+        shown(&notes)
+    );
+    others
+}
+
 /// That no two files are the same in two formats.
 fn same_twice(folder: &Path, files: &[PathBuf]) -> Result<()> {
     for (index, path) in files.iter().enumerate() {
@@ -241,14 +258,19 @@ fn same_twice(folder: &Path, files: &[PathBuf]) -> Result<()> {
 }
 
 fn found_in(path: &Path) -> Result<String> {
-    let mut names: Vec<String> = entries(path)?.iter().map(|path| name(path)).collect();
-    let more = if names.len() > 10 { ", ..." } else { "" };
-    names.truncate(10);
-    Ok(if names.is_empty() {
+    let found = entries(path)?;
+    Ok(if found.is_empty() {
         format!("the folder is empty; read are {READ}")
     } else {
-        format!("found {}{more}; read are {READ}", names.join(", "))
+        format!("found {}; read are {READ}", shown(&found))
     })
+}
+
+/// The names of files for a message, not too many of them.
+fn shown(files: &[PathBuf]) -> String {
+    let more = if files.len() > 10 { ", ..." } else { "" };
+    let names: Vec<String> = files.iter().take(10).map(|path| name(path)).collect();
+    format!("{}{more}", names.join(", "))
 }
 
 impl HeldOut {
@@ -339,13 +361,23 @@ mod tests {
             ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
         );
         assert_eq!((valid.len(), test.len()), (1, 0));
-        let [train, valid, _] = splits(&["train/b.json", "train/a.txt", "dev/x.jsonl"]).unwrap();
-        assert_eq!(
-            (train, valid),
-            (vec!["train/a.txt".into(), "train/b.json".into()], vec!["dev/x.jsonl".into()])
-        );
-        let [train, ..] = splits(&["b.jsonl", "a.md", "README.md", "picture.png"]).unwrap();
-        assert_eq!(train, ["a.md", "b.jsonl"]);
+    }
+
+    #[test]
+    fn text_is_data_where_there_is_nothing_else() {
+        let train = |names: &[&str]| splits(names).map(|[train, ..]| train).unwrap();
+        let beside =
+            ["b.jsonl", "a.csv.gz", "NOTES.md", "requirements.txt", "LICENSE.txt", "a.png"];
+        assert_eq!(train(&beside), ["a.csv.gz", "b.jsonl"]);
+        assert_eq!(train(&["b.txt", "a.md", "README.md", "a.png"]), ["a.md", "b.txt"]);
+        assert_eq!(train(&["data/b.jsonl", "data/a.txt"]), ["data/b.jsonl"]);
+        let [train, valid, _] =
+            splits(&["train/b.json", "train/notes.txt", "dev/x.txt", "dev/y.md"]).unwrap();
+        assert_eq!(train, ["train/b.json"]);
+        assert_eq!(valid, ["dev/x.txt", "dev/y.md"]);
+        // A name that says a split is no note's.
+        let [train, valid, _] = splits(&["train-0.jsonl", "train-1.txt", "valid.txt"]).unwrap();
+        assert_eq!((train.len(), valid.len()), (2, 1));
     }
 
     #[test]

@@ -11,9 +11,10 @@
 //! {"prompt": "...", "completion": "...", "label": true}
 //! {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}
 //! ```
-//! A record with keys of several shapes is taken as the first of them in this order; other keys are passed over.
-//! [`Columns`] name the keys where they are others. Preferences are as TRL or OpenAI writes them: prompt and answers are
-//! texts or lists of messages, and without a prompt it is what both answers begin with.
+//! A record with keys of several shapes is taken as the first of them in this order, or first as what is wanted of it
+//! ([`SampleKind`]), as data sets of preferences have the better answer as a conversation beside the pair; other keys are
+//! passed over. [`Columns`] name the keys where they are others. Preferences are as TRL or OpenAI writes them: prompt and
+//! answers are texts or lists of messages, and without a prompt it is what both answers begin with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,7 +22,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::body::Body;
-use super::columns::{Columns, Source, lookup};
+use super::columns::{Columns, Source, is_there, lookup};
+use super::dataset::SampleKind;
 use super::rows::{Row, RowContent, Rows};
 use crate::text::{Message, is_model_role, key_list, kind};
 use crate::{Error, Result};
@@ -90,7 +92,8 @@ impl Record {
 /// has none of the known shapes, an unknown role, or no messages; [`Error::File`] when there is no record, or when the
 /// file is something else.
 pub fn read_records(path: &Path) -> Result<Vec<Record>> {
-    let records = Records::open(path, &Columns::default())?.collect::<Result<Vec<_>>>()?;
+    let (columns, wanted) = (Columns::default(), SampleKind::default());
+    let records = Records::open(path, &columns, wanted)?.collect::<Result<Vec<_>>>()?;
     if records.is_empty() {
         return Err(Error::file(path, "no records: the file is empty"));
     }
@@ -102,19 +105,20 @@ pub fn read_records(path: &Path) -> Result<Vec<Record>> {
 /// # Errors
 /// Those of [`read_records`] about these records.
 pub fn read_first_records(path: &Path, count: usize) -> Result<Vec<Record>> {
-    Records::open(path, &Columns::default())?.take(count).collect()
+    Records::open(path, &Columns::default(), SampleKind::default())?.take(count).collect()
 }
 
 /// The records of a file, one after the other.
 pub(super) struct Records<'a> {
     rows: Rows,
     columns: &'a Columns,
+    wanted: SampleKind,
     path: Arc<PathBuf>,
 }
 
 impl<'a> Records<'a> {
-    pub fn open(path: &Path, columns: &'a Columns) -> Result<Self> {
-        Ok(Self { rows: Rows::open(path)?, columns, path: Arc::new(path.to_path_buf()) })
+    pub fn open(path: &Path, columns: &'a Columns, wanted: SampleKind) -> Result<Self> {
+        Ok(Self { rows: Rows::open(path)?, columns, wanted, path: Arc::new(path.to_path_buf()) })
     }
 
     /// Passes over a record without looking at it; `None` at the end.
@@ -125,9 +129,13 @@ impl<'a> Records<'a> {
     fn record(&self, row: Row) -> Result<Record> {
         let body = match row.content {
             RowContent::Text { text, last } => Body::Document { text, last },
-            RowContent::Value(value) => body(value, self.columns).map_err(|message| {
-                Error::Record { path: self.path.as_ref().clone(), line: row.line, message }
-            })?,
+            RowContent::Value(value) => {
+                body(value, self.columns, self.wanted).map_err(|message| Error::Record {
+                    path: self.path.as_ref().clone(),
+                    line: row.line,
+                    message,
+                })?
+            }
         };
         Ok(Record { body, origin: Some(Origin { path: self.path.clone(), line: row.line }) })
     }
@@ -196,14 +204,24 @@ impl Shape {
         }
     }
 
-    /// The shape of a record by its keys, if it is a known one.
-    pub(super) fn of(fields: &Map<String, Value>) -> Option<Self> {
-        let there = |key: &str| fields.get(key).is_some_and(|value| !value.is_null());
+    /// The shape of a record by its keys, if it is a known one. What they say several times is taken as what is wanted,
+    /// where that is a preference.
+    pub(super) fn of(fields: &Map<String, Value>, wanted: SampleKind) -> Option<Self> {
+        let there = |key: &str| is_there(fields, key);
+        let is_pair = there("chosen") && there("rejected");
+        let has_completion = there("prompt") && there("completion");
+        let is_labelled = has_completion && label(fields).is_some();
+        match wanted {
+            SampleKind::Labelled if is_labelled => return Some(Self::Labelled),
+            SampleKind::Pair | SampleKind::Labelled if is_pair => return Some(Self::Pair),
+            _ => {}
+        }
         if there("messages") {
             Some(Self::Messages)
-        } else if fields.contains_key("prompt") && fields.contains_key("completion") {
-            let labelled = fields.get("label").and_then(truth).is_some();
-            Some(if labelled { Self::Labelled } else { Self::PromptCompletion })
+        } else if is_labelled {
+            Some(Self::Labelled)
+        } else if has_completion {
+            Some(Self::PromptCompletion)
         } else if there("conversations") || there("conversation") {
             Some(Self::Conversations)
         } else if there("instruction")
@@ -212,10 +230,13 @@ impl Shape {
             Some(Self::Instruction)
         } else if there("text") {
             Some(Self::Text)
-        } else if there("chosen") && there("rejected") {
+        } else if is_pair {
             Some(Self::Pair)
         } else if there("preferred_output") && there("non_preferred_output") {
             Some(Self::PreferredOutput)
+        } else if fields.contains_key("prompt") && fields.contains_key("completion") {
+            // Nothing else fits, so what is said about it is which of them is null.
+            Some(Self::PromptCompletion)
         } else {
             None
         }
@@ -228,14 +249,14 @@ const SHAPES: &str = "expected {\"messages\": [...]}, {\"prompt\": ..., \"comple
 
 type Parsed<T> = std::result::Result<T, String>;
 
-fn body(value: Value, columns: &Columns) -> Parsed<Body> {
+fn body(value: Value, columns: &Columns, wanted: SampleKind) -> Parsed<Body> {
     let Value::Object(mut fields) = value else {
         return Err(format!("the record is {}; {SHAPES}", kind(&value)));
     };
     if !columns.is_empty() {
-        return mapped(fields, columns);
+        return mapped(fields, columns, wanted);
     }
-    match Shape::of(&fields) {
+    match Shape::of(&fields, wanted) {
         Some(Shape::Messages) => {
             let messages = fields.remove("messages").unwrap_or_default();
             Ok(Body::Messages {
@@ -243,17 +264,10 @@ fn body(value: Value, columns: &Columns) -> Parsed<Body> {
                 tools: tools(&mut fields)?,
             })
         }
-        Some(Shape::PromptCompletion) => {
-            let prompt = fields.remove("prompt").unwrap_or_default();
-            let completion = fields.remove("completion").unwrap_or_default();
-            pair(("prompt", prompt), ("completion", completion), &mut fields)
-        }
+        Some(Shape::PromptCompletion) => completed(&mut fields),
         Some(Shape::Conversations) => {
-            let key = if fields.get("conversations").is_some_and(|value| !value.is_null()) {
-                "conversations"
-            } else {
-                "conversation"
-            };
+            let is_plural = is_there(&fields, "conversations");
+            let key = if is_plural { "conversations" } else { "conversation" };
             let value = fields.remove(key).unwrap_or_default();
             let mut messages = system(&mut fields)?;
             messages.extend(conversation(key, value)?);
@@ -264,12 +278,8 @@ fn body(value: Value, columns: &Columns) -> Parsed<Body> {
         Some(Shape::Pair) => preference(fields),
         Some(Shape::PreferredOutput) => preferred_output(fields),
         Some(Shape::Labelled) => {
-            let prompt = fields.remove("prompt").unwrap_or_default();
-            let completion = fields.remove("completion").unwrap_or_default();
-            let desirable = fields.remove("label").as_ref().and_then(truth);
-            let answer = pair(("prompt", prompt), ("completion", completion), &mut fields)?;
-            let desirable = desirable.ok_or("\"label\" is not true or false")?;
-            Ok(Body::Labelled { answer: answer.into(), desirable })
+            let desirable = label(&fields).ok_or("\"label\" is not true or false")?;
+            Ok(Body::Labelled { answer: completed(&mut fields)?.into(), desirable })
         }
         None => Err(match fields.iter().find(|(key, value)| value.is_null() && is_usual(key)) {
             Some((key, _)) => format!("{key:?} is null; {SHAPES}"),
@@ -282,15 +292,22 @@ fn body(value: Value, columns: &Columns) -> Parsed<Body> {
     }
 }
 
+/// A prompt and its completion under their usual keys.
+fn completed(fields: &mut Map<String, Value>) -> Parsed<Body> {
+    let both = ["prompt", "completion"].map(|key| fields.remove(key).unwrap_or_default());
+    let [prompt, completion] = unpacked_together(both);
+    pair(("prompt", prompt), ("completion", completion), fields)
+}
+
 /// Whether a key alone tells a record's shape.
 fn is_usual(key: &str) -> bool {
     ["messages", "conversations", "conversation", "instruction", "text", "chosen", "rejected"]
         .contains(&key)
 }
 
-/// Whether a label says that an answer is wanted, also in the words of tables. A number may be that of a class.
-fn truth(label: &Value) -> Option<bool> {
-    match label {
+/// Whether the label says that an answer is wanted, also in the words of tables. A number may be that of a class.
+fn label(fields: &Map<String, Value>) -> Option<bool> {
+    match fields.get("label")? {
         Value::Bool(label) => Some(*label),
         Value::String(label) => match label.trim().to_lowercase().as_str() {
             "true" => Some(true),
@@ -301,8 +318,8 @@ fn truth(label: &Value) -> Option<bool> {
     }
 }
 
-/// A record whose keys are named.
-fn mapped(mut fields: Map<String, Value>, columns: &Columns) -> Parsed<Body> {
+/// A record whose keys are named. Those of preferences have their usual names beside a prompt of another.
+fn mapped(mut fields: Map<String, Value>, columns: &Columns, wanted: SampleKind) -> Parsed<Body> {
     if let Some(key) = &columns.messages {
         let value = lookup(&fields, key)?.clone();
         let mut messages = system(&mut fields)?;
@@ -317,13 +334,30 @@ fn mapped(mut fields: Map<String, Value>, columns: &Columns) -> Parsed<Body> {
         None => lookup(&fields, usual).cloned(),
     };
     let prompt = value(&columns.prompt, "prompt")?;
+    if columns.have_pair(&fields, wanted) {
+        fields.insert("prompt".into(), prompt);
+        return preference(fields);
+    }
     let completion = value(&columns.completion, "completion")?;
+    let desirable = label(&fields).filter(|_| wanted == SampleKind::Labelled);
+    // What a template makes is a text, whatever it looks like.
+    let are_texts = [&columns.prompt, &columns.completion]
+        .iter()
+        .any(|source| matches!(source, Some(Source::Template(_))));
+    let [prompt, completion] = match are_texts {
+        true => [prompt, completion],
+        false => unpacked_together([prompt, completion]),
+    };
     let name = |source: &Option<Source>, usual: &str| {
         source.as_ref().map_or(usual, |source| source.name(usual)).to_string()
     };
     let (prompt_name, completion_name) =
         (name(&columns.prompt, "prompt"), name(&columns.completion, "completion"));
-    pair((&prompt_name, prompt), (&completion_name, completion), &mut fields)
+    let answer = pair((&prompt_name, prompt), (&completion_name, completion), &mut fields)?;
+    Ok(match desirable {
+        Some(desirable) => Body::Labelled { answer: answer.into(), desirable },
+        None => answer,
+    })
 }
 
 /// Which keys of a record without a known shape could be named, by the names that settings have for them.
@@ -381,11 +415,19 @@ fn pair(
 
 /// A pair as TRL has it. Without a prompt it is what both answers have in common at their beginning.
 fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
-    let prompt = present(&mut fields, "prompt");
-    let mut take = |key: &str| unpacked(fields.remove(key).unwrap_or_default());
-    let (chosen, rejected) = (take("chosen"), take("rejected"));
+    let answers = ["chosen", "rejected"].map(|key| fields.remove(key).unwrap_or_default());
+    let [chosen, rejected] = unpacked_together(answers);
+    let are_messages = chosen.is_array() && rejected.is_array();
+    let prompt = match present(&mut fields, "prompt") {
+        Some(prompt) if are_messages => {
+            let [prompt] = unpacked_together([prompt]);
+            // As in UltraFeedback: a text that says once more what the messages of both answers begin with.
+            Some(prompt).filter(|prompt| !prompt.is_string())
+        }
+        prompt => prompt,
+    };
     let (prompt, chosen, rejected) = match prompt {
-        Some(prompt) => (unpacked(prompt), chosen, rejected),
+        Some(prompt) => (prompt, chosen, rejected),
         None => without_prompt(chosen, rejected)?,
     };
     let tools = tools(&mut fields)?;
@@ -406,7 +448,9 @@ fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
     Ok(Body::Pair { chosen: of("chosen", chosen)?, rejected: of("rejected", rejected)? })
 }
 
-const NO_PROMPT: &str = "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\"";
+const NO_PROMPT: &str = "\"chosen\" and \"rejected\" begin differently, so a \"prompt\" has to say what they answer: a list of \
+                         messages where they are lists, a string where they are strings; one of another name is given by \
+                         prompt_column";
 
 /// The prompt and the answers of two texts, or two conversations, that begin with the prompt.
 fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value)> {
@@ -521,7 +565,7 @@ fn system(fields: &mut Map<String, Value>) -> Parsed<Vec<Message>> {
     }
 }
 
-/// Files made from tables have every column in every record, null where it is not used.
+/// The value of a key that has one.
 fn present(fields: &mut Map<String, Value>, key: &str) -> Option<Value> {
     fields.remove(key).filter(|value| !value.is_null())
 }
@@ -534,6 +578,29 @@ fn unpacked(value: Value) -> Value {
         }
         _ => value,
     }
+}
+
+/// Values of which a table holds each list of messages as JSON in one field. Only where all of them are such lists: a
+/// prompt or an answer may be a text that looks like one, and JSON of anything else is a text.
+fn unpacked_together<const N: usize>(values: [Value; N]) -> [Value; N] {
+    let lists = values.each_ref().map(messages_in_text);
+    let are_lists = |(value, list): (&Value, &Option<Value>)| value.is_array() || list.is_some();
+    if !values.iter().zip(&lists).all(are_lists) {
+        return values;
+    }
+    let mut lists = lists.into_iter();
+    values.map(|value| lists.next().flatten().unwrap_or(value))
+}
+
+/// The list of messages that a text holds as JSON.
+fn messages_in_text(value: &Value) -> Option<Value> {
+    let text = value.as_str()?;
+    if !text.trim_start().starts_with('[') {
+        return None;
+    }
+    let list: Value = serde_json::from_str(text).ok()?;
+    let is_message = |item: &Value| item.get("role").or(item.get("from")).is_some();
+    list.as_array().is_some_and(|it| !it.is_empty() && it.iter().all(is_message)).then_some(list)
 }
 
 fn tools(fields: &mut Map<String, Value>) -> Parsed<Option<Vec<Value>>> {
@@ -640,6 +707,128 @@ mod tests {
     fn error(content: &str) -> String {
         let message = read(content).unwrap_err().to_string();
         message.split_once("data.jsonl").unwrap().1.to_string()
+    }
+
+    /// The first record of a file, where records are wanted as samples of a kind.
+    fn first(record: &str, columns: &Columns, wanted: SampleKind) -> Result<Body> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data.jsonl");
+        std::fs::write(&path, record).unwrap();
+        let record = Records::open(&path, columns, wanted)?.next().unwrap()?;
+        Ok(record.body)
+    }
+
+    fn text_pair(prompt: &str, chosen: &str, rejected: &str) -> Body {
+        let of = |completion: &str| {
+            let (prompt, completion) = (prompt.into(), completion.into());
+            Box::new(Body::PromptCompletion { prompt, completion })
+        };
+        Body::Pair { chosen: of(chosen), rejected: of(rejected) }
+    }
+
+    #[test]
+    fn a_conversation_beside_a_pair_is_taken_where_no_preferences_are_wanted() {
+        let says = |role: &str, text: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
+        let (user, good) = (says("user", "Hi?"), says("assistant", "Good."));
+        let bad = says("assistant", "Bad!");
+        // UltraFeedback's.
+        let answers =
+            format!(r#""prompt": "Hi?", "chosen": [{user}, {good}], "rejected": [{user}, {bad}]"#);
+        let both = format!(r#"{{{answers}, "messages": [{user}, {good}], "score_chosen": 8.5}}"#);
+        let read = |record: &str, wanted| first(record, &Columns::default(), wanted).unwrap();
+        assert!(matches!(read(&both, SampleKind::Plain), Body::Messages { .. }));
+        let of = |text: &str| Body::ChatCompletion {
+            prompt: vec![Message::new("user", "Hi?")],
+            completion: vec![Message::new("assistant", text)],
+            tools: None,
+        };
+        let pair = Body::Pair { chosen: of("Good.").into(), rejected: of("Bad!").into() };
+        for wanted in [SampleKind::Pair, SampleKind::Labelled] {
+            assert_eq!(read(&both, wanted), pair);
+        }
+        // Without the conversation there is one way to take it.
+        assert_eq!(read(&format!("{{{answers}}}"), SampleKind::Plain), pair);
+        let labelled = format!(
+            r#"{{"messages": [{user}, {good}], "prompt": "a", "completion": "b", "label": false}}"#
+        );
+        assert!(matches!(
+            read(&labelled, SampleKind::Labelled),
+            Body::Labelled { desirable: false, .. }
+        ));
+        let begin_differently =
+            format!(r#"{{"prompt": "Hi?", "chosen": [{good}], "rejected": [{bad}]}}"#);
+        assert!(error(&begin_differently).contains("begin differently"));
+    }
+
+    #[test]
+    fn a_prompt_of_another_name_goes_with_preferences() {
+        let columns =
+            Columns { prompt: Some(Source::Key("question".into())), ..Columns::default() };
+        let read = |record: &str, wanted| first(record, &columns, wanted);
+        let pair = r#"{"question": "a", "chosen": "b", "rejected": "c"}"#;
+        for wanted in [SampleKind::Plain, SampleKind::Pair, SampleKind::Labelled] {
+            assert_eq!(read(pair, wanted).unwrap(), text_pair("a", "b", "c"));
+        }
+        let labelled = r#"{"question": "a", "completion": "b", "label": true}"#;
+        let answer = Body::PromptCompletion { prompt: "a".into(), completion: "b".into() };
+        assert_eq!(read(labelled, SampleKind::Plain).unwrap(), answer);
+        let expected = Body::Labelled { answer: answer.into(), desirable: true };
+        assert_eq!(read(labelled, SampleKind::Labelled).unwrap(), expected);
+        assert!(read(r#"{"question": "a", "chosen": "b"}"#, SampleKind::Pair).is_err());
+    }
+
+    #[test]
+    fn json_that_is_no_list_of_messages_is_a_text() {
+        let body = |record: &str| read(record).unwrap().remove(0).body;
+        for (prompt, chosen, rejected) in [
+            ("Primes?", "[2, 3, 5, 7]", "2, 3, 5"),
+            ("[3, 1, 2]", "[1, 2, 3]", "[]"),
+            ("a", r#"[{"role": "user"}]"#, "b"),
+        ] {
+            let record =
+                serde_json::json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected });
+            assert_eq!(body(&record.to_string()), text_pair(prompt, chosen, rejected));
+        }
+        // What a table has instead of lists.
+        let user = r#"[{"role": "user", "content": "Hi?"}]"#;
+        let model = r#" [{"from": "gpt", "value": "Good."}]"#;
+        let record = serde_json::json!({ "prompt": user, "completion": model });
+        let Body::ChatCompletion { prompt, completion, .. } = body(&record.to_string()) else {
+            panic!("{record}")
+        };
+        assert_eq!((prompt[0].role(), completion[0].role()), ("user", "assistant"));
+        let record = serde_json::json!({ "prompt": user, "chosen": model, "rejected": model });
+        let Body::Pair { chosen, .. } = body(&record.to_string()) else { panic!("{record}") };
+        assert!(matches!(*chosen, Body::ChatCompletion { .. }));
+        // Beside a text, or made by a template, it is one.
+        let record = serde_json::json!({ "prompt": "Write a message.", "completion": user });
+        let text = |prompt: &str, completion: &str| Body::PromptCompletion {
+            prompt: prompt.into(),
+            completion: completion.into(),
+        };
+        assert_eq!(body(&record.to_string()), text("Write a message.", user));
+        let columns = Columns {
+            prompt: Some(Source::parse("prompt_column", "{prompt}").unwrap()),
+            ..Columns::default()
+        };
+        let record = serde_json::json!({ "prompt": user, "completion": model });
+        let made = first(&record.to_string(), &columns, SampleKind::Plain).unwrap();
+        assert_eq!(made, text(user, model));
+    }
+
+    #[test]
+    fn keys_without_values_are_no_shape() {
+        let body = |record: &str| read(record).unwrap().remove(0).body;
+        assert_eq!(
+            body(r#"{"prompt": null, "completion": null, "text": "a"}"#),
+            Body::Text { text: "a".into() }
+        );
+        assert_eq!(
+            body(r#"{"prompt": "a", "completion": null, "chosen": "b", "rejected": "c"}"#),
+            text_pair("a", "b", "c")
+        );
+        let alone = error(r#"{"prompt": "a", "completion": null, "label": true}"#);
+        assert!(alone.contains("\"prompt\" is a string and \"completion\" is null"), "{alone}");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::columns::Columns;
+use super::dataset::SampleKind;
 use super::record::{Record, Records};
 use super::rows::Rows;
 use super::slice::Slice;
@@ -42,34 +43,39 @@ impl DataSource {
         for path in &self.files {
             let metadata = std::fs::metadata(path).map_err(Error::io(path))?;
             if metadata.is_file() || metadata.is_dir() {
-                Records::open(path, &self.columns)?.next().transpose()?;
+                Records::open(path, &self.columns, SampleKind::default())?.next().transpose()?;
             }
         }
         Ok(())
     }
 
-    /// Gives the records to `take`, some at a time and in their order, so that they are never all in memory.
+    /// Gives the records to `take`, some at a time and in their order, so that they are never all in memory. Those with keys
+    /// of several shapes are taken as what is `wanted`.
     ///
     /// # Errors
     /// What `take` returns; [`Error::Io`], [`Error::File`] and [`Error::Record`] about a file or a record that cannot be
     /// read; [`Error::Option`] when the slice holds none.
-    pub(super) fn in_parts(&self, mut take: impl FnMut(Vec<Record>) -> Result<()>) -> Result<()> {
+    pub(super) fn in_parts(
+        &self,
+        wanted: SampleKind,
+        mut take: impl FnMut(Vec<Record>) -> Result<()>,
+    ) -> Result<()> {
         self.columns.check()?;
-        let wanted = match self.slice {
+        let indices = match self.slice {
             None => 0..usize::MAX,
             Some(slice) if slice.needs_count() => slice.range(self.count()?),
             Some(slice) => slice.range(usize::MAX),
         };
         let mut index = 0;
         for path in &self.files {
-            if index >= wanted.end {
+            if index >= indices.end {
                 break;
             }
-            let mut records = Records::open(path, &self.columns)?;
+            let mut records = Records::open(path, &self.columns, wanted)?;
             let before = index;
             let (mut part, mut bytes) = (Vec::new(), 0);
-            while index < wanted.end {
-                if index < wanted.start {
+            while index < indices.end {
+                if index < indices.start {
                     match records.pass_over() {
                         None => break,
                         Some(skipped) => skipped?,
@@ -93,7 +99,7 @@ impl DataSource {
             }
         }
         match self.slice {
-            Some(slice) if index <= wanted.start => Err(Error::option(
+            Some(slice) if index <= indices.start => Err(Error::option(
                 "split",
                 format!("the part {slice} holds none of the {index} records that were read"),
             )),

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::body::Body;
 use super::columns::Columns;
-use super::dataset::{DataOptions, Example};
+use super::dataset::{DataOptions, Example, SampleKind};
 use super::format;
 use super::record::{Record, Shape};
 use super::rows::{RowContent, Rows};
@@ -56,11 +56,11 @@ pub fn describe(path: &Path, columns: &Columns) -> Result<Option<Described>> {
     if let Some(RowContent::Value(serde_json::Value::Object(fields))) = first.map(|row| row.content)
     {
         let taken: Vec<&str> = if columns.is_empty() {
-            let shape = Shape::of(&fields);
+            let shape = Shape::of(&fields, SampleKind::default());
             described.shape = shape.map(Shape::name);
             shape.map_or(&[][..], Shape::keys).to_vec()
         } else {
-            columns.keys()
+            columns.keys(&fields)
         };
         let is_taken = |key: &str| {
             taken.iter().any(|taken| *taken == key || taken.split('.').next() == Some(key))
@@ -153,15 +153,17 @@ pub fn survey(
     reading: Reading,
     wanted: Option<usize>,
 ) -> Result<(Survey, Option<Record>)> {
-    let builder = match reading {
-        Reading::Characters => None,
-        Reading::Tokens { tokenizer, options, .. } => Some(Builder::new(tokenizer, options)),
+    let (builder, wanted_as) = match reading {
+        Reading::Characters => (None, SampleKind::default()),
+        Reading::Tokens { tokenizer, options, .. } => {
+            (Some(Builder::new(tokenizer, options)), options.samples)
+        }
     };
     let mut found = None;
     let mut index = 0;
     let mut tally = Tally::new(reading);
     for source in sources {
-        source.in_parts(|records| {
+        source.in_parts(wanted_as, |records| {
             if let Some(place) = wanted.and_then(|wanted| wanted.checked_sub(index)) {
                 found = found.take().or_else(|| records.get(place).cloned());
             }

@@ -34,7 +34,7 @@ pub fn tokenize(
     let builder = Builder::new(tokenizer, options);
     let mut collector = Collector::new(options)?;
     for source in sources {
-        source.in_parts(|records| builder.collect(&records, &mut collector))?;
+        source.in_parts(options.samples, |records| builder.collect(&records, &mut collector))?;
         collector.end_source(source.weight);
     }
     collector.finish()

@@ -676,9 +676,12 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Those that the model has a place for. A tokenizer may have more, as that of Gemma 3 without images does, and one that
+    /// was given a `pad_token`: no text that the model can read has them.
     fn added(&self) -> Result<Vec<Added<'a>>, String> {
+        let size = self.config.vocab_size;
         let tokens = self.description.get("added_tokens").and_then(Value::as_array);
-        let mut stripped = Vec::new();
+        let (mut stripped, mut beyond) = (Vec::new(), Vec::new());
         let mut added = Vec::new();
         for token in tokens.into_iter().flatten() {
             let flag = |key: &str| token.get(key).and_then(Value::as_bool).unwrap_or(false);
@@ -688,11 +691,22 @@ impl<'a> Source<'a> {
             let (Some(id), Some(content)) = (id, content) else {
                 return Err("an added token has no id or no content".into());
             };
+            if id >= size {
+                beyond.push(cut(content));
+                continue;
+            }
             if flag("lstrip") || flag("rstrip") || flag("single_word") {
                 stripped.push(content);
             }
             let (special, normalized) = (flag("special"), flag("normalized"));
             added.push(Added { id, content, special, normalized });
+        }
+        if let Some(first) = beyond.first() {
+            tracing::warn!(
+                "the tokenizer has {} tokens beyond the model's vocabulary of {size}, such as {first:?}; the GGUF file is \
+                 written without them, as the model has no weights for them",
+                beyond.len()
+            );
         }
         if !stripped.is_empty() && !self.is_phi3() {
             tracing::warn!(
@@ -805,10 +819,13 @@ impl<'a> Source<'a> {
             ));
         };
         let ignores = self.flag("ignore_merges");
+        let added = self.added()?;
         let pre = match like.iter().find(|pre| pre.ignore_merges == ignores) {
             Some(pre) => pre,
             // Where merges lead to every token, it makes no difference.
-            None if self.merges_reach_every_token()? => like.first().ok_or("no pre-tokenizer")?,
+            None if self.merges_reach_every_token(&added)? => {
+                like.first().ok_or("no pre-tokenizer")?
+            }
             None => {
                 return Err(format!(
                     "its ignore_merges is {ignores}, and some of its tokens are no merges of others; llama.cpp has the \
@@ -816,7 +833,6 @@ impl<'a> Source<'a> {
                 ));
             }
         };
-        let added = self.added()?;
         let (tokens, types) = self.tokens(&added, |_| Type::Normal)?;
         let merge = |[left, right]: [&str; 2]| match left.contains(' ') || right.contains(' ') {
             true => Err("a merge has a space in it".to_string()),
@@ -838,13 +854,13 @@ impl<'a> Source<'a> {
     }
 
     /// Whether BPE makes each token of its text again.
-    fn merges_reach_every_token(&self) -> Result<bool, String> {
+    fn merges_reach_every_token(&self, added: &[Added]) -> Result<bool, String> {
         let mut model = self.description.get("model").cloned().unwrap_or(Value::Null);
         if let Value::Object(model) = &mut model {
             model.insert("ignore_merges".into(), json!(false));
             model.insert("type".into(), json!("BPE"));
         }
-        let added: HashSet<usize> = self.added()?.iter().map(|token| token.id).collect();
+        let added: HashSet<usize> = added.iter().map(|token| token.id).collect();
         let reached = contained(|| {
             let model: BPE =
                 serde_json::from_str(&model.to_string()).map_err(|error| error.to_string())?;
@@ -1068,7 +1084,7 @@ impl<'a> Source<'a> {
         // Said even where it is the same, as readers look for one by its text otherwise.
         id(EOT, others.next().or(first))?;
         id(EOM, others.next())?;
-        id(UNK, named("unk_token"))?;
+        id(UNK, named("unk_token").filter(is_token))?;
         id(PAD, self.tokenizer.pad_id().filter(is_token))?;
         for other in others {
             let text = self.tokenizer.id_to_token(other).unwrap_or_default();
@@ -1277,7 +1293,7 @@ mod tests {
                 ),
                 "is not bos_token and eos_token",
             ),
-            (reason(bytes, &|_| {}, 370), "has no place in the model's vocabulary of 370"),
+            (reason(bytes, &|_| {}, 359), "has no place in the model's vocabulary of 359"),
             (
                 reason(
                     bytes,
@@ -1306,6 +1322,24 @@ mod tests {
         ] {
             assert!(found.contains(expected), "{found} lacks {expected}");
         }
+    }
+
+    #[test]
+    fn added_tokens_without_a_place_in_the_model_are_left_out() {
+        let files = TokenizerFiles::read(&fixture_folder("tokenizer")).unwrap();
+        let written = |size: usize| {
+            let config = Config { vocab_size: size, ..fixture("llama") };
+            let mut metadata = Metadata::default();
+            super::write(&files, &config, UnknownTokenizer::Refuse, &mut metadata).unwrap();
+            Tokenizer::from_files(std::path::Path::new("a"), &found(&metadata).unwrap()).unwrap()
+        };
+        // The fixture's last token is 377; <think> is 374.
+        let (whole, cut) = (written(378), written(374));
+        assert_eq!(whole.token_to_id("<think>"), Some(374));
+        assert_eq!(cut.token_to_id("<think>"), None);
+        assert_eq!(cut.token_to_id("[/INST]"), whole.token_to_id("[/INST]"));
+        let text = "[INST] one two [/INST]";
+        assert_eq!(cut.encode(text, false).unwrap(), whole.encode(text, false).unwrap());
     }
 
     #[test]

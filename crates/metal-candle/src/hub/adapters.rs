@@ -70,7 +70,7 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(false)?;
+    let listing = client.list(false, || cached(repository).is_ok())?;
     let has = |name: &&str| listing.files.iter().any(|file| file.name == *name);
     let endpoint = &repository.options.endpoint;
     if !has(&ADAPTER_CONFIG) {

@@ -158,7 +158,7 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<DatasetFiles, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(true)?;
+    let listing = client.list(true, || cached(repository, choice).is_ok())?;
     let commit = &listing.commit;
     let names = listing.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>();
     let cards = CARDS

@@ -124,7 +124,7 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(false)?;
+    let listing = client.list(false, || cached(repository, needed).is_ok())?;
     let available = listing.files.into_iter().map(|file| file.name).collect();
     let snapshot = repository.snapshot(&listing.commit);
 

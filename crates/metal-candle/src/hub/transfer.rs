@@ -8,6 +8,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::Deserialize;
 use ureq::http::{HeaderMap, Method, Request, Response, Uri};
@@ -20,6 +21,8 @@ use crate::{Error, HubFault, Result};
 
 /// How often something is tried in a row without getting any further.
 const ATTEMPTS: u32 = 5;
+/// The longest wait that a server may ask for, in timeouts: with the default five minutes, over which the hub counts requests.
+const LONGEST_WAIT: u32 = 10;
 const MAX_REDIRECTS: usize = 10;
 /// The longest list of a repository's files that is read, in bytes.
 const MAX_LIST: u64 = 64 << 20;
@@ -31,10 +34,17 @@ const IDENTITY: (&str, &str) = ("accept-encoding", "identity");
 /// Why something could not be fetched.
 pub(super) enum Failure {
     /// The network, for which another attempt or the cache may stand in: what happened, as a
-    /// sentence without its full stop.
-    Network(String),
+    /// sentence without its full stop, and how long a server asks to wait.
+    Network(String, Duration),
     /// Anything else.
     Final(Error),
+}
+
+impl Failure {
+    /// One of the network that says nothing of a wait.
+    fn network(reason: String) -> Self {
+        Self::Network(reason, Duration::ZERO)
+    }
 }
 
 /// What the hub says of a repository at one revision.
@@ -188,8 +198,25 @@ impl<'a> Client<'a> {
         Ok(Self { agent, repository, origin })
     }
 
-    /// The repository's commit and files; with their sizes and hashes if `details`.
-    pub(super) fn list(&self, details: bool) -> Result<Listing, Failure> {
+    /// The repository's commit and files; with their sizes and hashes if `details`. It is asked for
+    /// again where the cache has nothing to use instead.
+    pub(super) fn list(
+        &self,
+        details: bool,
+        is_cached: impl FnOnce() -> bool,
+    ) -> Result<Listing, Failure> {
+        let first = self.list_once(details);
+        if !matches!(first, Err(Failure::Network(..))) || is_cached() {
+            return first;
+        }
+        let mut first = Some(first);
+        self.persist("the list of its files", |_| match first.take() {
+            Some(first) => first,
+            None => self.list_once(details),
+        })
+    }
+
+    fn list_once(&self, details: bool) -> Result<Listing, Failure> {
         let Repository { kind, id, revision, options } = self.repository;
         let endpoint = &options.endpoint;
         let revision = names::escape(revision, false);
@@ -201,7 +228,7 @@ impl<'a> Client<'a> {
         }
         let body = answer.response.body_mut().with_config().limit(MAX_LIST).read_to_vec();
         let body = body.map_err(|error| {
-            Failure::Network(format!(
+            Failure::network(format!(
                 "{endpoint} did not finish its answer: {}",
                 self.reason(error)
             ))
@@ -340,7 +367,7 @@ impl<'a> Client<'a> {
             if partial.inherited {
                 // The part that an earlier download left may be what is wrong.
                 partial.restart(remote).map_err(disk)?;
-                return Err(Failure::Network(message));
+                return Err(Failure::network(message));
             }
             fs::remove_file(&partial.path).map_err(disk)?;
             Err(self.repository.failure(format!(
@@ -385,7 +412,7 @@ impl<'a> Client<'a> {
             206 if content_range(&answer) == Some((partial.length, *size)) => {}
             206 | 416 => {
                 partial.restart(remote).map_err(disk)?;
-                return Err(Failure::Network(format!("{file} cannot be continued")));
+                return Err(Failure::network(format!("{file} cannot be continued")));
             }
             _ => return Err(self.refusal(&answer, Some(file))),
         }
@@ -393,7 +420,7 @@ impl<'a> Client<'a> {
         let mut piece = vec![0; PIECE];
         loop {
             let broke = |error: String, length| {
-                Failure::Network(format!(
+                Failure::network(format!(
                     "the download of {file} broke off after {length} of {size} bytes: {error}"
                 ))
             };
@@ -420,8 +447,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Tries again what the network broke, for as long as it gets further. `attempt` says how far
-    /// it came, in bytes.
+    /// Tries again what the network broke, for as long as it gets further, and not before a server
+    /// says. `attempt` says how far it came, in bytes.
     fn persist<T>(
         &self,
         file: &str,
@@ -430,8 +457,8 @@ impl<'a> Client<'a> {
         let (mut furthest, mut fruitless) = (0, 0);
         loop {
             let mut reached = 0;
-            let reason = match attempt(&mut reached) {
-                Err(Failure::Network(reason)) => reason,
+            let (reason, wait) = match attempt(&mut reached) {
+                Err(Failure::Network(reason, wait)) => (reason, wait),
                 other => return other,
             };
             if reached > furthest {
@@ -440,13 +467,20 @@ impl<'a> Client<'a> {
             }
             fruitless += 1;
             if fruitless == ATTEMPTS {
-                return Err(Failure::Network(format!(
+                return Err(Failure::network(format!(
                     "{reason} (given up after {ATTEMPTS} attempts that came no further)"
                 )));
             }
-            tracing::warn!("{}: {file}: {reason}; trying again", self.repository.id);
             // Half a second with the default, and then twice as long each time.
-            std::thread::sleep(self.repository.options.timeout / 60 * (1 << (fruitless - 1)));
+            let timeout = self.repository.options.timeout;
+            let pause = timeout / 60 * (1 << (fruitless - 1));
+            let pause = pause.max(wait.min(timeout.saturating_mul(LONGEST_WAIT)));
+            tracing::warn!(
+                "{}: {file}: {reason}; trying again in {:.1} s",
+                self.repository.id,
+                pause.as_secs_f64()
+            );
+            std::thread::sleep(pause);
         }
     }
 
@@ -483,7 +517,7 @@ impl<'a> Client<'a> {
             })?;
             let response = self.agent.run(request).map_err(|error| {
                 let who = if is_home { options.endpoint.clone() } else { origin.to_string() };
-                Failure::Network(format!("{who} cannot be reached: {}", self.reason(error)))
+                Failure::network(format!("{who} cannot be reached: {}", self.reason(error)))
             })?;
             let status = response.status().as_u16();
             announced.add(response.headers(), status == 200);
@@ -531,12 +565,16 @@ impl<'a> Client<'a> {
         let status = answer.status();
         let code = answer.header("x-error-code").unwrap_or_default();
         let what = file.map_or(String::new(), |file| format!(" to {file}"));
+        // Servers may also name a time of day, which asks for no wait here.
+        let seconds = answer.header("retry-after").and_then(|seconds| seconds.trim().parse().ok());
+        let wait = Duration::from_secs(seconds.unwrap_or(0));
         if let Some(elsewhere) = &answer.elsewhere {
             let token =
                 if options.token.is_some() { "; the token is for the endpoint alone" } else { "" };
-            return Failure::Network(format!(
+            let reason = format!(
                 "{elsewhere}, to which {endpoint} redirected{what}, answered with status {status}{token}"
-            ));
+            );
+            return Failure::Network(reason, wait);
         }
         let token = if options.token.is_some() {
             "the token given (HF_TOKEN or the saved one) has no access"
@@ -568,7 +606,7 @@ impl<'a> Client<'a> {
                 )),
             },
             408 | 429 | 500.. => {
-                Failure::Network(format!("{endpoint} answered{what} with status {status}"))
+                Failure::Network(format!("{endpoint} answered{what} with status {status}"), wait)
             }
             _ => self.repository.failure(format!("{endpoint} answered{what} with status {status}")),
         }

@@ -8,11 +8,11 @@
 
 use crate::adapter::{Adapter, LoraConfig, Resolved, StartFrom, eva};
 use crate::autograd::Tape;
-use crate::data::{Batch, Batcher};
+use crate::data::{Batch, BatchPlan, Batcher};
 use crate::model::Model;
 use crate::model::layer::Linear;
 use crate::pass::{Input, Observer};
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use candle_core::{DType, Tensor};
 use indexmap::IndexMap;
 use metal_candle_kernels::devices;
@@ -45,16 +45,18 @@ pub struct Found {
 }
 
 /// A new adapter on the layers that `config` selects, each with the rank and the A that EVA finds for it by reading
-/// `batches` with the frozen model. `progress` is told before every batch.
+/// `batches` with the frozen model, `rows` of their rows at a time: as many as one process has of a batch, which may be
+/// that of several, as each reads all of them. `progress` is told before every pass.
 ///
 /// # Errors
-/// For a configuration that isn't EVA's or doesn't fit the model, and for data with fewer tokens that count than a layer
-/// needs, or of which the directions never stay.
+/// For a configuration that isn't EVA's or doesn't fit the model, for passes without rows, and for data with fewer tokens
+/// that count than a layer needs, or of which the directions never stay.
 pub fn start(
     model: &Model,
     config: &LoraConfig,
     seed: u64,
     batches: &Batcher,
+    rows: usize,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<(Adapter, Found)> {
     if config.start != StartFrom::Eva {
@@ -63,11 +65,12 @@ pub fn start(
             format!("is {}, expected eva", config.start),
         ));
     }
+    bounds::check("batch_size", rows, &bounds::BATCH_SIZE)?;
     let watch = Arc::new(Watch::new(model, config)?);
     batches.dataset().check_vocabulary(model.config().vocab_size)?;
     let (mut read, mut tokens) = (0, 0);
     'search: for epoch in 0.. {
-        for plan in batches.epoch(epoch) {
+        for plan in batches.epoch(epoch).iter().flat_map(|plan| in_passes(plan, rows)) {
             let (settled, inputs) = watch.settled();
             let batch = batches.batch(&plan)?;
             if batch.target_tokens == 0 {
@@ -102,6 +105,11 @@ pub fn start(
     let config = LoraConfig { layer_ranks: Some(ranks.clone()), ..config.clone() };
     let adapter = Adapter::new_with(model, &config, seed, &starts)?;
     Ok((adapter, Found { batches: read, tokens, ranks }))
+}
+
+/// A batch as passes of so many rows.
+fn in_passes(plan: &BatchPlan, rows: usize) -> impl Iterator<Item = BatchPlan> {
+    plan.rows.chunks(rows).map(|rows| BatchPlan { rows: rows.to_vec() })
 }
 
 /// A layer that gets an adapter.

@@ -97,7 +97,7 @@ pub struct TrainOptions {
     pub optimizer_placement: OptimizerPlacement,
     /// What the learning rate of every B of a linear layer is multiplied by, and, as in PEFT, that of every vector, such
     /// as biases and DoRA's magnitudes: LoRA+ (Hayou et al., 2024, arXiv:2402.12354), whose authors take 16. For Adam
-    /// and AdamW.
+    /// and AdamW. Full fine-tuning has no B, so it takes 1, which is no other rate.
     pub loraplus_lr_ratio: f64,
     /// Gradients with a larger L2 norm are scaled down to it.
     pub clip_norm: Option<f64>,

@@ -104,7 +104,8 @@ fn batcher(examples: &[Example], batch_size: usize) -> Batcher {
 }
 
 fn start(model: &Model, config: &LoraConfig, batches: &Batcher) -> (Arc<Adapter>, eva::Found) {
-    let (adapter, found) = eva::start(model, config, 5, batches, &mut |_| ()).unwrap();
+    let rows = batches.options().batch_size;
+    let (adapter, found) = eva::start(model, config, 5, batches, rows, &mut |_| ()).unwrap();
     (Arc::new(adapter), found)
 }
 
@@ -332,12 +333,33 @@ fn a_base_in_fewer_bits_or_in_bf16_starts_so_too() {
 }
 
 #[test]
+fn batches_of_several_processes_are_read_as_those_of_one() {
+    let model = load("llama");
+    let texts = texts(40);
+    let dataset = || Arc::new(Dataset::from_examples(&texts).unwrap());
+    let started = |batch_size| {
+        let batches = Batcher::new(dataset(), in_order(batch_size)).unwrap();
+        let mut passes = 0;
+        let (adapter, found) =
+            eva::start(&model, &config(), 5, &batches, 4, &mut |_| passes += 1).unwrap();
+        (values(&adapter), found, passes)
+    };
+    let of_one = started(4);
+    for processes in [2, 5] {
+        assert!(started(4 * processes) == of_one, "{processes} processes");
+    }
+    let batches = Batcher::new(dataset(), in_order(4)).unwrap();
+    let error = eva::start(&model, &config(), 5, &batches, 0, &mut |_| ()).unwrap_err();
+    assert_eq!(error.to_string(), "batch_size: is 0, expected at least 1");
+}
+
+#[test]
 fn progress_ends_where_all_inputs_are_known() {
     let mut seen = Vec::new();
     let model = load("llama");
     let batches = batcher(&texts(40), 8);
     let (_, found) =
-        eva::start(&model, &config(), 5, &batches, &mut |progress| seen.push(progress)).unwrap();
+        eva::start(&model, &config(), 5, &batches, 8, &mut |progress| seen.push(progress)).unwrap();
     let last = *seen.last().unwrap();
     // Queries, keys and values share theirs, as gates and the up projections do.
     assert_eq!((last.batches, last.settled, last.inputs), (found.batches, 12, 12));
@@ -348,7 +370,7 @@ fn progress_ends_where_all_inputs_are_known() {
 fn what_eva_cannot_start_is_refused_with_the_reason() {
     let model = load("llama");
     let refused = |config: LoraConfig, batches: &Batcher| {
-        eva::start(&model, &config, 5, batches, &mut |_| ()).unwrap_err().to_string()
+        eva::start(&model, &config, 5, batches, 4, &mut |_| ()).unwrap_err().to_string()
     };
     let few = batcher(&texts(1), 4);
     let tokens: usize = texts(1)[0].trainable.iter().filter(|counts| **counts).count();

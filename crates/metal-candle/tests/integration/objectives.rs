@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::Adapter;
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{
-    BatchOptions, Batcher, DataOptions, Dataset, Example, Record, Role, Sample, SampleKind,
-    Teacher, read_records,
+    BatchOptions, Batcher, DataOptions, DataSource, Dataset, Example, Record, Role, Sample,
+    SampleKind, Teacher, read_records, tokenize,
 };
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
@@ -17,7 +17,7 @@ use metal_candle::train::objectives::{
 };
 use metal_candle::train::{
     ActivationPlacement, AdamWOptions, LearningRate, Metric, Objective, Optimizer, Outcome,
-    SgdOptions, TrainOptions, Trainer, evaluate, write_teacher,
+    SgdOptions, TrainOptions, Trainer, evaluate, latest_checkpoint, write_teacher,
 };
 use serde_json::Value;
 use std::collections::HashMap;
@@ -523,6 +523,33 @@ fn every_weight(
     Ok(std::fs::read(output.join("model.safetensors")).unwrap_or_default())
 }
 
+/// Otherwise the rest of an epoch would be of other batches.
+#[test]
+fn a_run_goes_on_with_prompts_that_are_shared_as_they_were() {
+    let model = model();
+    let adapter = adapter(&model);
+    let output = tempfile::tempdir().unwrap();
+    let told = options(Objective::Dpo(DpoOptions::default()), 2, 1e-3, Optimizer::default());
+    let batches =
+        |share_prompts| batcher(&pairs(&expected()), BatchOptions { share_prompts, ..of_size(2) });
+    let (shared, apart) = (batches(true), batches(false));
+    let trainer = |batches| {
+        Trainer::new(&model, &adapter, batches, told.clone(), output.path(), "llama").unwrap()
+    };
+    trainer(&shared).run(&mut |_: &Metric| Ok(())).unwrap();
+    let error = trainer(&apart).resume_newest(output.path()).unwrap_err().to_string();
+    assert!(error.contains("share_prompts was true and is now false"), "{error}");
+    assert!(trainer(&shared).resume_newest(output.path()).unwrap().is_some());
+
+    // A checkpoint from before says nothing of it.
+    let folder = latest_checkpoint(output.path()).unwrap().unwrap();
+    let path = folder.join("trainer_state.json");
+    let mut state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    state["fingerprint"].as_object_mut().unwrap().remove("share_prompts").unwrap();
+    std::fs::write(&path, state.to_string()).unwrap();
+    assert!(trainer(&apart).resume_newest(output.path()).unwrap().is_some());
+}
+
 /// What was kept of the reference can be lost, as long as the base is there.
 #[test]
 fn what_the_reference_says_is_computed_again_in_full_fine_tuning() {
@@ -625,6 +652,8 @@ fn pairs_are_read_as_trl_and_openai_write_them() {
         format!(
             r#"{{"prompt": [{user}], "chosen": [{user}, {good}], "rejected": [{user}, {bad}]}}"#
         ),
+        // As UltraFeedback has it: a text that says the prompt once more.
+        format!(r#"{{"prompt": "Hi?", "chosen": [{user}, {good}], "rejected": [{user}, {bad}]}}"#),
         format!(
             r#"{{"input": {{"messages": [{user}]}}, "preferred_output": [{good}], "non_preferred_output": [{bad}]}}"#
         ),
@@ -642,6 +671,19 @@ fn pairs_are_read_as_trl_and_openai_write_them() {
     let [(prompt, chosen), (_, rejected)] = written(&read(implicit)[0]);
     assert!(prompt.contains("Q: Hi? A:"), "{prompt:?}");
     assert!(chosen.trim().starts_with("Good.") && rejected.trim().starts_with("Bad!"));
+
+    // A conversation beside the pair is for who wants no preferences.
+    let file = tempfile::NamedTempFile::with_suffix(".jsonl").unwrap();
+    let both = format!(
+        r#"{{"messages": [{user}, {good}], "chosen": [{user}, {good}], "rejected": [{user}, {bad}]}}"#
+    );
+    std::fs::write(file.path(), both).unwrap();
+    for samples in [SampleKind::Plain, SampleKind::Pair] {
+        let options = DataOptions { samples, ..DataOptions::default() };
+        let sources = [DataSource::new([file.path().to_path_buf()])];
+        let dataset = tokenize(&sources, &tokenizer(), &options).unwrap().into_dataset().unwrap();
+        assert_eq!(dataset.kind(), samples);
+    }
 
     // KTO takes a pair's answers one by one.
     let dataset = Dataset::build(&read(&shapes[0]), &tokenizer(), &DataOptions::default()).unwrap();

@@ -62,7 +62,7 @@ fn what_is_no_adapter_or_not_to_be_had_is_said() {
     assert_eq!(fault(99, &options, "holds no adapter"), HubFault::Unusable);
     server.change(|state| state.status.0 = 404);
     assert_eq!(fault(99, &options, "there is no adapter of this id"), HubFault::NotFound);
-    let silent = HubOptions { endpoint: nowhere(), ..options.clone() };
+    let silent = HubOptions { endpoint: nowhere(), timeout: PATIENCE, ..options.clone() };
     assert_eq!(fault(99, &silent, "cannot be reached"), HubFault::Unreachable);
     let offline = HubOptions { offline: true, ..options.clone() };
     assert_eq!(fault(99, &offline, "HF_HUB_OFFLINE"), HubFault::Unreachable);

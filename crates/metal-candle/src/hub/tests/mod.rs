@@ -15,6 +15,9 @@ use std::time::Duration;
 use super::{HubOptions, resolve_config_with, resolve_with};
 use crate::{Error, Result};
 
+/// Where attempts fail. Any answer of this machine comes faster.
+const PATIENCE: Duration = Duration::from_millis(500);
+
 fn options(cache: &Path, endpoint: &str) -> HubOptions {
     HubOptions {
         cache: cache.to_path_buf(),

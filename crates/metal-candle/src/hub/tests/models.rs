@@ -185,7 +185,7 @@ fn refusals_say_what_to_do() {
 #[test]
 fn without_network_and_cache_the_error_says_where_it_looked() {
     let cache = tempfile::tempdir().unwrap();
-    let mut options = options(cache.path(), &nowhere());
+    let mut options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &nowhere()) };
     let message = refusal(&options);
     assert!(message.contains(&options.endpoint) && message.contains("refs/main"), "{message}");
     assert!(message.contains(&cache.path().display().to_string()), "{message}");
@@ -235,7 +235,7 @@ fn a_repository_that_cannot_be_used_is_refused_before_anything_is_downloaded() {
 #[test]
 fn paths_and_ids_are_told_apart() {
     let folder = tempfile::tempdir().unwrap();
-    let options = options(folder.path(), &nowhere());
+    let options = HubOptions { timeout: PATIENCE, ..options(folder.path(), &nowhere()) };
     let name = folder.path().to_str().unwrap();
     let resolve = |model: &str, revision| resolve_with(model, revision, &options, &mut |_| {});
     assert_eq!(resolve(name, None).unwrap(), folder.path());

@@ -26,6 +26,8 @@ pub(super) struct State {
     /// The status of the repository, and of each file.
     pub(super) status: (u16, u16),
     pub(super) error_code: &'static str,
+    /// Statuses and headers of the next answers about the repository, the last one first.
+    pub(super) refusals: Vec<(u16, &'static str)>,
     /// Where questions about the repository are redirected.
     pub(super) list_moved: Option<String>,
     /// A file that is redirected, as large files are, and the address before `/cdn/<file>`.
@@ -69,6 +71,7 @@ impl Server {
             files: files.iter().map(|(n, c)| (n.to_string(), c.to_vec())).collect(),
             status: (200, 200),
             error_code: "",
+            refusals: Vec::new(),
             list_moved: None,
             file_moved: None,
             names_first: true,
@@ -157,6 +160,9 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
     if path.starts_with("/api/") {
         if let Some(base) = &state.list_moved {
             return reply(307, &format!("Location: {base}{path}\r\n"), b"", all);
+        }
+        if let Some((status, headers)) = state.refusals.pop() {
+            return reply(status, headers, b"", all);
         }
         let known = ["/api/models/owner/name/revision/", "/api/datasets/owner/name/revision/"];
         if !known.iter().any(|known| path.starts_with(known)) {

@@ -3,11 +3,10 @@
 
 use super::server::{Asked, COMMIT, Server, Then, hub_etag};
 use super::*;
+use std::time::Instant;
 
 const WEIGHTS: &str = "model.safetensors";
 const REPOSITORY: &str = "models--owner--name";
-/// Where attempts fail. Any answer of this machine comes faster.
-const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Some bytes that are not the same anywhere.
 fn content(bytes: u32) -> Vec<u8> {
@@ -75,6 +74,7 @@ fn the_token_stays_away_once_a_redirect_has_left_the_endpoint() {
     let cache = tempfile::tempdir().unwrap();
     let mut options = options(cache.path(), &hub.endpoint);
     options.token = Some("secret".into());
+    options.timeout = PATIENCE;
     let message = refusal(&options);
     assert!(message.contains("redirected more than 10 times"), "{message}");
     let at_storage = storage.requests();
@@ -237,6 +237,29 @@ fn a_silent_answer_ends_with_an_error() {
     };
     let message = refusal(&options);
     assert!(message.contains("nothing came for 0.5 s"), "{message}");
+}
+
+#[test]
+fn the_list_of_files_is_asked_for_again_when_the_hub_says() {
+    let server = Server::new(&model(b"the weights"));
+    server.change(|state| state.refusals = vec![(429, "Retry-After: 1\r\n"), (503, "")]);
+    let cache = tempfile::tempdir().unwrap();
+    let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &server.endpoint) };
+    let start = Instant::now();
+    let folder = fetch(&options).unwrap();
+    assert!(start.elapsed() >= Duration::from_secs(1), "{:?}", start.elapsed());
+    assert_eq!(fs::read(folder.join(WEIGHTS)).unwrap(), b"the weights");
+
+    // What is in the cache is used at once instead.
+    server.requests();
+    server.change(|state| state.status.0 = 503);
+    assert_eq!(fetch(&options).unwrap(), folder);
+    assert_eq!(server.requests().len(), 1);
+
+    fs::remove_dir_all(cache.path().join(REPOSITORY)).unwrap();
+    let message = refusal(&options);
+    assert!(message.contains("status 503 (given up after 5 attempts"), "{message}");
+    assert_eq!(server.requests().len(), 5);
 }
 
 #[test]
