@@ -22,9 +22,9 @@ pub struct HubAdapters {
 }
 
 impl HubAdapters {
-    /// Those of a hub with at most 2 GiB.
+    /// Those of a hub with at most 2 GiB. It is asked once what an adapter has, as somebody waits for the answer.
     pub fn new(hub: HubOptions) -> Self {
-        Self { hub, max_bytes: 2 << 30 }
+        Self { hub: HubOptions { list_attempts: 1, ..hub }, max_bytes: 2 << 30 }
     }
 }
 

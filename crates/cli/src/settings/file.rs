@@ -521,6 +521,7 @@ mod tests {
             let expected =
                 "assistant_only_loss: is false, expected true. TRL then learns every token";
             assert!(error.starts_with(expected) && error.contains("`loss_on: all`"), "{error}");
+            assert!(error.contains("write the one that you want into the file in"), "{error}");
         }
         let dtype = |yaml: &str| parse(yaml).unwrap().dtype;
         assert_eq!(dtype("bf16: true\nfp16: false\ntorch_dtype: bfloat16"), Precision::Bf16);

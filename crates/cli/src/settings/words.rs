@@ -494,7 +494,8 @@ fn assistant_only_loss(keys: &mut Keys, name: &str, value: &Value) -> Result<(),
             name,
             value,
             "true. TRL then learns every token of conversations, which is `loss_on: all` here, and of prompts with \
-             completions the completions, which is `loss_on: completion`; write that in its place",
+             completions the completions, which is `loss_on: completion`; write the one that you want into the file in \
+             its place",
         )),
     }
 }

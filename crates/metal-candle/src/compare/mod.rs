@@ -99,7 +99,7 @@ pub struct Comparison {
 /// When the samples have no two tokens in a text, or a model cannot compute.
 pub fn compare(source: Side, exported: Side, samples: &Samples) -> Result<Comparison> {
     let mut problems = Vec::new();
-    let mut texts = texts_of(source.tokenizer, samples);
+    let mut texts = texts_of(source.tokenizer, source.model.config().vocab_size, samples);
     let rendered = compare_templates(source.tokenizer, exported.tokenizer, samples, &mut problems);
     let renderings = rendered.len();
     texts.extend(rendered);
@@ -139,12 +139,14 @@ struct Text {
     is_read: bool,
 }
 
-/// The plain texts: those of the samples, and one with the tokens that a template writes around messages.
-fn texts_of(tokenizer: &Tokenizer, samples: &Samples) -> Vec<Text> {
+/// The plain texts: those of the samples, and one with the tokens that a template writes around messages. Tokens beyond
+/// the model's vocabulary are none of them, as it can't read them and an export may be without them.
+fn texts_of(tokenizer: &Tokenizer, vocabulary: usize, samples: &Samples) -> Vec<Text> {
     let plain = |text: &String| Text { text: text.clone(), add_special: true, is_read: true };
     let mut texts: Vec<Text> = samples.texts.iter().map(plain).collect();
     let named = [tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.pad_id()];
     let special = named.into_iter().flatten().chain(tokenizer.eos_ids().iter().copied());
+    let special = special.filter(|id| (*id as usize) < vocabulary);
     let special: Vec<String> = special.filter_map(|id| tokenizer.id_to_token(id)).collect();
     if !special.is_empty() {
         let text = format!("a {} b\n{}", special.join(" c "), special.concat());

@@ -160,6 +160,11 @@ impl Source {
         }
     }
 
+    /// Whether it makes a text of what a record has.
+    pub(super) fn is_template(&self) -> bool {
+        matches!(self, Self::Template(_))
+    }
+
     /// The value for a record.
     pub(super) fn value(&self, fields: &Map<String, Value>) -> std::result::Result<Value, String> {
         match self {
@@ -175,11 +180,17 @@ impl Columns {
         *self == Self::default()
     }
 
-    /// Whether a record is a pair of answers under their usual keys, beside a prompt under another.
+    /// Whether a record is a pair of answers under their usual keys, beside a prompt under another. With a completion, too,
+    /// it is what is wanted of it.
     pub(super) fn have_pair(&self, fields: &Map<String, Value>, wanted: SampleKind) -> bool {
         let is_pair = is_there(fields, "chosen") && is_there(fields, "rejected");
         let is_prompt_alone = self.prompt.is_some() && self.completion.is_none();
-        let is_wanted = wanted != SampleKind::Plain || !is_there(fields, "completion");
+        let is_completion = match wanted {
+            SampleKind::Plain => true,
+            SampleKind::Pair => false,
+            SampleKind::Labelled => label(fields).is_some(),
+        };
+        let is_wanted = !(is_completion && is_there(fields, "completion"));
         is_prompt_alone && is_pair && is_wanted
     }
 
@@ -229,6 +240,19 @@ impl Columns {
 /// Whether a key has a value. Files made from tables have every column in every record, null where it is not used.
 pub(super) fn is_there(fields: &Map<String, Value>, key: &str) -> bool {
     fields.get(key).is_some_and(|value| !value.is_null())
+}
+
+/// Whether the label says that an answer is wanted, also in the words of tables. A number may be that of a class.
+pub(super) fn label(fields: &Map<String, Value>) -> Option<bool> {
+    match fields.get("label")? {
+        Value::Bool(label) => Some(*label),
+        Value::String(label) => match label.trim().to_lowercase().as_str() {
+            "true" => Some(true),
+            "false" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
 }
 
 /// The value of a key, or of a path of keys and indices with dots between.

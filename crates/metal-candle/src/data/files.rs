@@ -83,14 +83,24 @@ impl DataFiles {
     ///
     /// A file or subfolder belongs to the split that a word of its name says: `train` or `training`; `valid`,
     /// `validation`, `val`, `dev`, `eval` or `evaluation`; `test` or `testing`. Several files of a split are its shards.
-    /// Where no name says a split, it is looked for in the subfolder `data`, and if there is none all files are training
-    /// data. Hidden files and those that are not data by their names are passed over. Text (`.txt`, `.md`) that no name says
-    /// a split of is data only in a folder that has nothing else, as there may be notes beside data; what is left out is
-    /// told.
+    /// Where no name says a split, all files are training data, or what the subfolder `data` has where there is no other.
+    /// Hidden files and those that are not data by their names are passed over. Text (`.txt`, `.md`) that no name says a
+    /// split of is data only where there is nothing else, also in `data`, as there may be notes beside data; what is left
+    /// out is told.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::File`] when the folder has no data, two words for one split, or a split in two formats.
     pub fn find(path: &Path) -> Result<Self> {
+        let found = Self::find_any(path)?;
+        if found.is_empty() {
+            let folder = &found.origin;
+            return Err(Error::file(folder, format!("{EXPECTED}; {}", found_in(folder)?)));
+        }
+        Ok(found)
+    }
+
+    /// As [`Self::find`], of a folder that may have none.
+    fn find_any(path: &Path) -> Result<Self> {
         let mut found = Self { origin: path.to_path_buf(), ..Self::default() };
         if !path.is_dir() {
             std::fs::metadata(path).map_err(Error::io(path))?;
@@ -141,18 +151,24 @@ impl DataFiles {
             }
         }
         if words.is_empty() {
-            if let Some(folder) = folder.filter(|_| others.is_empty()) {
-                return Self::find(&folder);
+            // Text beside it may be notes.
+            if let Some(folder) = folder.filter(|_| others.iter().all(|file| is_text(file))) {
+                let inner = Self::find_any(&folder)?;
+                if !inner.is_empty() || others.is_empty() {
+                    warn_of_notes(path, &others);
+                    return Ok(inner);
+                }
             }
             found.train = without_notes(path, others);
         }
         for files in [&found.train, &found.valid, &found.test] {
             same_twice(path, files)?;
         }
-        if [&found.train, &found.valid, &found.test].iter().all(|files| files.is_empty()) {
-            return Err(Error::file(path, format!("{EXPECTED}; {}", found_in(path)?)));
-        }
         Ok(found)
+    }
+
+    fn is_empty(&self) -> bool {
+        [&self.train, &self.valid, &self.test].iter().all(|files| files.is_empty())
     }
 
     /// The files of a split.
@@ -224,20 +240,30 @@ fn is_data(name: &str) -> bool {
     format.is_some() && !ABOUT.iter().any(|about| stem.eq_ignore_ascii_case(about))
 }
 
+fn is_text(file: &Path) -> bool {
+    stem_and_format(&name(file)).1 == Some(Format::Text)
+}
+
 /// The data files of a folder without the text that stands beside those of other formats.
 fn without_notes(folder: &Path, files: Vec<PathBuf>) -> Vec<PathBuf> {
-    let is_text = |file: &PathBuf| stem_and_format(&name(file)).1 == Some(Format::Text);
-    let (notes, others): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(is_text);
-    if notes.is_empty() || others.is_empty() {
-        // One of them is all there is.
-        return if others.is_empty() { notes } else { others };
+    let (notes, others): (Vec<PathBuf>, Vec<PathBuf>) =
+        files.into_iter().partition(|file| is_text(file));
+    if others.is_empty() {
+        return notes;
     }
-    tracing::warn!(
-        "{}: {}: not read, as text beside data of another format is taken for notes; to learn it, give it as data of its own",
-        folder.display(),
-        shown(&notes)
-    );
+    warn_of_notes(folder, &notes);
     others
+}
+
+/// Tells which texts of a folder are left out, if there are any.
+fn warn_of_notes(folder: &Path, notes: &[PathBuf]) {
+    if !notes.is_empty() {
+        tracing::warn!(
+            "{}: {}: not read, as text beside other data is taken for notes; to learn it, give it as data of its own",
+            folder.display(),
+            shown(notes)
+        );
+    }
 }
 
 /// That no two files are the same in two formats.
@@ -371,6 +397,14 @@ mod tests {
         assert_eq!(train(&beside), ["a.csv.gz", "b.jsonl"]);
         assert_eq!(train(&["b.txt", "a.md", "README.md", "a.png"]), ["a.md", "b.txt"]);
         assert_eq!(train(&["data/b.jsonl", "data/a.txt"]), ["data/b.jsonl"]);
+        // Also beside the folder of the data, unless that has none.
+        assert_eq!(train(&["NOTES.md", "data/b.jsonl", "data/a.txt"]), ["data/b.jsonl"]);
+        assert_eq!(train(&["NOTES.md", "data/a.txt"]), ["data/a.txt"]);
+        assert_eq!(train(&["a.txt", "b.md", "data/x.png"]), ["a.txt", "b.md"]);
+        assert_eq!(train(&["a.txt", "c.csv", "data/b.jsonl"]), ["c.csv"]);
+        let [named, valid, _] = splits(&["NOTES.md", "data/train.jsonl", "data/dev.txt"]).unwrap();
+        assert_eq!(named, ["data/train.jsonl"]);
+        assert_eq!(valid, ["data/dev.txt"]);
         let [train, valid, _] =
             splits(&["train/b.json", "train/notes.txt", "dev/x.txt", "dev/y.md"]).unwrap();
         assert_eq!(train, ["train/b.json"]);
@@ -387,6 +421,8 @@ mod tests {
                 && error(&[]).contains("the folder is empty")
         );
         assert!(error(&["a.png"]).contains("found a.png; read are JSON Lines"));
+        let inside = error(&["data/a.png"]);
+        assert!(inside.contains("data: no data") && inside.contains("found a.png"), "{inside}");
         assert!(error(&["valid.jsonl", "validation.jsonl"]).contains("both valid and validation"));
         assert!(error(&["train.jsonl", "train.csv"]).contains("both train.csv and train.jsonl"));
         let folder = tempfile::tempdir().unwrap();

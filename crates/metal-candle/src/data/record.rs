@@ -22,7 +22,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::body::Body;
-use super::columns::{Columns, Source, is_there, lookup};
+use super::columns::{Columns, Source, is_there, label, lookup};
 use super::dataset::SampleKind;
 use super::rows::{Row, RowContent, Rows};
 use crate::text::{Message, is_model_role, key_list, kind};
@@ -224,9 +224,7 @@ impl Shape {
             Some(Self::PromptCompletion)
         } else if there("conversations") || there("conversation") {
             Some(Self::Conversations)
-        } else if there("instruction")
-            && (fields.contains_key("output") || fields.contains_key("response"))
-        {
+        } else if there("instruction") && (there("output") || there("response")) {
             Some(Self::Instruction)
         } else if there("text") {
             Some(Self::Text)
@@ -234,8 +232,13 @@ impl Shape {
             Some(Self::Pair)
         } else if there("preferred_output") && there("non_preferred_output") {
             Some(Self::PreferredOutput)
+        } else if there("instruction")
+            && (fields.contains_key("output") || fields.contains_key("response"))
+        {
+            // Nothing else fits, so it is an instruction without an answer.
+            Some(Self::Instruction)
         } else if fields.contains_key("prompt") && fields.contains_key("completion") {
-            // Nothing else fits, so what is said about it is which of them is null.
+            // Here, too, and what is said about it is which of them is null.
             Some(Self::PromptCompletion)
         } else {
             None
@@ -275,7 +278,10 @@ fn body(value: Value, columns: &Columns, wanted: SampleKind) -> Parsed<Body> {
         }
         Some(Shape::Instruction) => instruction(fields),
         Some(Shape::Text) => text("text", fields.remove("text").unwrap_or_default()),
-        Some(Shape::Pair) => preference(fields),
+        Some(Shape::Pair) => {
+            let prompt = fields.remove("prompt");
+            preference(fields, prompt, None)
+        }
         Some(Shape::PreferredOutput) => preferred_output(fields),
         Some(Shape::Labelled) => {
             let desirable = label(&fields).ok_or("\"label\" is not true or false")?;
@@ -305,19 +311,6 @@ fn is_usual(key: &str) -> bool {
         .contains(&key)
 }
 
-/// Whether the label says that an answer is wanted, also in the words of tables. A number may be that of a class.
-fn label(fields: &Map<String, Value>) -> Option<bool> {
-    match fields.get("label")? {
-        Value::Bool(label) => Some(*label),
-        Value::String(label) => match label.trim().to_lowercase().as_str() {
-            "true" => Some(true),
-            "false" => Some(false),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
 /// A record whose keys are named. Those of preferences have their usual names beside a prompt of another.
 fn mapped(mut fields: Map<String, Value>, columns: &Columns, wanted: SampleKind) -> Parsed<Body> {
     if let Some(key) = &columns.messages {
@@ -335,15 +328,13 @@ fn mapped(mut fields: Map<String, Value>, columns: &Columns, wanted: SampleKind)
     };
     let prompt = value(&columns.prompt, "prompt")?;
     if columns.have_pair(&fields, wanted) {
-        fields.insert("prompt".into(), prompt);
-        return preference(fields);
+        return preference(fields, Some(prompt), columns.prompt.as_ref());
     }
     let completion = value(&columns.completion, "completion")?;
     let desirable = label(&fields).filter(|_| wanted == SampleKind::Labelled);
     // What a template makes is a text, whatever it looks like.
-    let are_texts = [&columns.prompt, &columns.completion]
-        .iter()
-        .any(|source| matches!(source, Some(Source::Template(_))));
+    let are_texts =
+        [&columns.prompt, &columns.completion].into_iter().flatten().any(Source::is_template);
     let [prompt, completion] = match are_texts {
         true => [prompt, completion],
         false => unpacked_together([prompt, completion]),
@@ -413,20 +404,31 @@ fn pair(
     }
 }
 
-/// A pair as TRL has it. Without a prompt it is what both answers have in common at their beginning.
-fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
-    let answers = ["chosen", "rejected"].map(|key| fields.remove(key).unwrap_or_default());
-    let [chosen, rejected] = unpacked_together(answers);
-    let are_messages = chosen.is_array() && rejected.is_array();
-    let prompt = match present(&mut fields, "prompt") {
-        Some(prompt) if are_messages => {
-            let [prompt] = unpacked_together([prompt]);
-            // As in UltraFeedback: a text that says once more what the messages of both answers begin with.
-            Some(prompt).filter(|prompt| !prompt.is_string())
+/// A pair as TRL has it. Without a prompt it is what both answers have in common at their beginning. `source` is where the
+/// prompt comes from, if that is named.
+fn preference(
+    mut fields: Map<String, Value>,
+    prompt: Option<Value>,
+    source: Option<&Source>,
+) -> Parsed<Body> {
+    // Each on its own: lists of messages beside texts are refused, as one of them would be learned as JSON otherwise.
+    let messages_or_value = |value: Value| messages_in_text(&value).unwrap_or(value);
+    let [chosen, rejected] =
+        ["chosen", "rejected"].map(|key| messages_or_value(fields.remove(key).unwrap_or_default()));
+    let is_made = source.is_some_and(Source::is_template);
+    let prompt_key = source.map_or("prompt", |source| source.name("prompt"));
+    let prompt = prompt.filter(|prompt| !prompt.is_null()).map(|prompt| match is_made {
+        true => prompt,
+        false => messages_or_value(prompt),
+    });
+    // As in UltraFeedback, whose prompt says once more what a message says that both answers begin with.
+    let is_said_again = match (&prompt, &chosen, &rejected) {
+        (Some(Value::String(text)), Value::Array(chosen), Value::Array(rejected)) => {
+            !is_made && beginning(chosen, rejected).iter().any(|message| says(message, text))
         }
-        prompt => prompt,
+        _ => false,
     };
-    let (prompt, chosen, rejected) = match prompt {
+    let (prompt, chosen, rejected) = match prompt.filter(|_| !is_said_again) {
         Some(prompt) => (prompt, chosen, rejected),
         None => without_prompt(chosen, rejected)?,
     };
@@ -443,7 +445,7 @@ fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
             }
             (_, answer) => answer,
         };
-        pair(("prompt", prompt.clone()), (key, answer), &mut fields).map(Box::new)
+        pair((prompt_key, prompt.clone()), (key, answer), &mut fields).map(Box::new)
     };
     Ok(Body::Pair { chosen: of("chosen", chosen)?, rejected: of("rejected", rejected)? })
 }
@@ -452,14 +454,24 @@ const NO_PROMPT: &str = "\"chosen\" and \"rejected\" begin differently, so a \"p
                          messages where they are lists, a string where they are strings; one of another name is given by \
                          prompt_column";
 
+/// The messages that both answers begin with. Where even the last message of one is the same, it is the answer
+/// nevertheless.
+fn beginning<'a>(chosen: &'a [Value], rejected: &[Value]) -> &'a [Value] {
+    let most = chosen.len().min(rejected.len()).saturating_sub(1);
+    let same = chosen.iter().zip(rejected).take_while(|(a, b)| a == b).count();
+    chosen.get(..same.min(most)).unwrap_or_default()
+}
+
+/// Whether a message has this content and nothing else.
+fn says(value: &Value, text: &str) -> bool {
+    message(value.clone()).is_ok_and(|message| message.text().as_deref() == Some(text))
+}
+
 /// The prompt and the answers of two texts, or two conversations, that begin with the prompt.
 fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value)> {
     match (chosen, rejected) {
         (Value::Array(chosen), Value::Array(rejected)) => {
-            let most = chosen.len().min(rejected.len()).saturating_sub(1);
-            let same = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
-            // Where even the last message of one is the same, it is the answer nevertheless.
-            let (prompt, chosen_answer) = chosen.split_at(same.min(most));
+            let (prompt, chosen_answer) = chosen.split_at(beginning(&chosen, &rejected).len());
             if prompt.is_empty() {
                 return Err(NO_PROMPT.into());
             }
@@ -580,8 +592,8 @@ fn unpacked(value: Value) -> Value {
     }
 }
 
-/// Values of which a table holds each list of messages as JSON in one field. Only where all of them are such lists: a
-/// prompt or an answer may be a text that looks like one, and JSON of anything else is a text.
+/// Values of which a table holds each list of messages as JSON in one field. Where one of them is none, all stay as they
+/// are: a prompt or an answer may be a text about messages, beside one that isn't.
 fn unpacked_together<const N: usize>(values: [Value; N]) -> [Value; N] {
     let lists = values.each_ref().map(messages_in_text);
     let are_lists = |(value, list): (&Value, &Option<Value>)| value.is_array() || list.is_some();
@@ -592,14 +604,22 @@ fn unpacked_together<const N: usize>(values: [Value; N]) -> [Value; N] {
     values.map(|value| lists.next().flatten().unwrap_or(value))
 }
 
-/// The list of messages that a text holds as JSON.
+/// The list of messages that a text holds as JSON. Every item has to say who speaks and what is said, as JSON of anything
+/// else is a text: that of flights has a `from`, too.
 fn messages_in_text(value: &Value) -> Option<Value> {
     let text = value.as_str()?;
     if !text.trim_start().starts_with('[') {
         return None;
     }
     let list: Value = serde_json::from_str(text).ok()?;
-    let is_message = |item: &Value| item.get("role").or(item.get("from")).is_some();
+    let has_speaker = |item: &Value| match item.get("role") {
+        Some(role) => role.as_str().is_some_and(|role| KNOWN_ROLES.contains(&role)),
+        None => item.get("from").and_then(Value::as_str).and_then(role_of_speaker).is_some(),
+    };
+    let is_message = |item: &Value| {
+        has_speaker(item)
+            && ["content", "value", "tool_calls"].iter().any(|key| item.get(key).is_some())
+    };
     list.as_array().is_some_and(|it| !it.is_empty() && it.iter().all(is_message)).then_some(list)
 }
 
@@ -671,21 +691,26 @@ fn message(value: Value) -> std::result::Result<Message, String> {
     Ok(message)
 }
 
+/// The role of whom ShareGPT calls so.
+fn role_of_speaker(word: &str) -> Option<&'static str> {
+    match word {
+        "human" | "user" => Some("user"),
+        "gpt" | "assistant" | "model" | "chatgpt" | "bing" | "bard" => Some("assistant"),
+        "system" => Some("system"),
+        "tool" | "function" | "function_response" | "observation" => Some("tool"),
+        _ => None,
+    }
+}
+
 /// ShareGPT's message: who speaks under `from`, what under `value`.
 fn from_share_gpt(mut fields: Map<String, Value>) -> Parsed<Map<String, Value>> {
-    let role = match fields.get("from").and_then(Value::as_str) {
-        Some("human" | "user") => "user",
-        Some("gpt" | "assistant" | "model" | "chatgpt" | "bing" | "bard") => "assistant",
-        Some("system") => "system",
-        Some("tool" | "function" | "function_response" | "observation") => "tool",
-        Some(other) => {
-            return Err(format!(
-                "\"from\" is {other:?}; known are human, user, gpt, assistant, model, chatgpt, bing, bard, system, \
-                 tool, function, function_response and observation"
-            ));
-        }
-        None => return Err("\"from\" is not a string".into()),
-    };
+    let word = fields.get("from").and_then(Value::as_str).ok_or("\"from\" is not a string")?;
+    let role = role_of_speaker(word).ok_or_else(|| {
+        format!(
+            "\"from\" is {word:?}; known are human, user, gpt, assistant, model, chatgpt, bing, bard, system, tool, \
+             function, function_response and observation"
+        )
+    })?;
     fields.shift_remove("from");
     let mut message = Map::from_iter([("role".to_string(), Value::from(role))]);
     message.insert("content".into(), fields.shift_remove("value").unwrap_or_default());
@@ -755,9 +780,71 @@ mod tests {
             read(&labelled, SampleKind::Labelled),
             Body::Labelled { desirable: false, .. }
         ));
-        let begin_differently =
-            format!(r#"{{"prompt": "Hi?", "chosen": [{good}], "rejected": [{bad}]}}"#);
+        let begin_differently = format!(r#"{{"chosen": [{good}], "rejected": [{bad}]}}"#);
         assert!(error(&begin_differently).contains("begin differently"));
+    }
+
+    #[test]
+    fn a_text_prompt_is_left_out_only_where_conversations_begin_with_it() {
+        let messages = |answer: &str| {
+            serde_json::json!([
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "Hi?"},
+                {"role": "assistant", "content": answer}
+            ])
+        };
+        let lists = [messages("Good."), messages("Bad!")];
+        // As a table has them.
+        let texts = lists.each_ref().map(|list| Value::from(list.to_string()));
+        let read = |question: &str, [chosen, rejected]: &[Value; 2], source: Option<&str>| {
+            let prompt = source.map(|source| Source::parse("prompt_column", source).unwrap());
+            let key = if source.is_some() { "question" } else { "prompt" };
+            let record = serde_json::json!({key: question, "chosen": chosen, "rejected": rejected});
+            first(&record.to_string(), &Columns { prompt, ..Columns::default() }, SampleKind::Plain)
+        };
+        for answers in [&lists, &texts] {
+            for source in [None, Some("question")] {
+                let Body::Pair { chosen, .. } = read("Hi?", answers, source).unwrap() else {
+                    panic!("{answers:?}")
+                };
+                let Body::ChatCompletion { prompt, .. } = *chosen else { panic!("{chosen:?}") };
+                assert_eq!(prompt.len(), 2);
+                let name = source.unwrap_or("prompt");
+                let expected = format!("{name:?} is a string and \"chosen\" is a list");
+                for other in ["Hi", "Good.", "Be brief. Hi?", ""] {
+                    let message = read(other, answers, source).unwrap_err().to_string();
+                    assert!(message.contains(&expected), "{other}: {message}");
+                }
+            }
+            // What a template makes is wanted, also where it says the same.
+            for template in ["{question}", "Be brief. {question}"] {
+                let message = read("Hi?", answers, Some(template)).unwrap_err().to_string();
+                let expected = "\"prompt\" is a string and \"chosen\" is a list";
+                assert!(message.contains(expected), "{message}");
+            }
+        }
+        let question = lists[0].to_string();
+        let answers = ["b", "c"].map(Value::from);
+        let made = read(&question, &answers, Some("{question}")).unwrap();
+        assert_eq!(made, text_pair(&question, "b", "c"));
+    }
+
+    #[test]
+    fn messages_as_json_beside_texts_are_no_preference() {
+        let user = r#"[{"role": "user", "content": "Hi?"}]"#;
+        let model = r#"[{"role": "assistant", "content": "Good."}]"#;
+        for (prompt, chosen, rejected, expected) in [
+            (Some("Hi?"), model, "Bad!", "\"prompt\" is a string and \"chosen\" is a list"),
+            (Some("Hi?"), "Bad!", model, "\"prompt\" is a string and \"rejected\" is a list"),
+            (Some(user), model, "Bad!", "\"prompt\" is a list and \"rejected\" is a string"),
+            (Some(user), "Good.", "Bad!", "\"prompt\" is a list and \"chosen\" is a string"),
+            (None, model, "Bad!", "\"chosen\" is a list and \"rejected\" is a string"),
+        ] {
+            let record =
+                serde_json::json!({"prompt": prompt, "chosen": chosen, "rejected": rejected});
+            let message = error(&record.to_string());
+            assert!(message.contains(expected), "{record}: {message}");
+        }
     }
 
     #[test]
@@ -775,6 +862,14 @@ mod tests {
         let expected = Body::Labelled { answer: answer.into(), desirable: true };
         assert_eq!(read(labelled, SampleKind::Labelled).unwrap(), expected);
         assert!(read(r#"{"question": "a", "chosen": "b"}"#, SampleKind::Pair).is_err());
+        // With both, it is what is wanted, as under the usual names.
+        let both = r#"{"question": "a", "completion": "b", "label": true, "chosen": "c", "rejected": "d"}"#;
+        let usual = both.replace("question", "prompt");
+        for wanted in [SampleKind::Pair, SampleKind::Labelled] {
+            let read_usual = first(&usual, &Columns::default(), wanted).unwrap();
+            assert_eq!(read(both, wanted).unwrap(), read_usual);
+            assert_eq!(matches!(read_usual, Body::Labelled { .. }), wanted == SampleKind::Labelled);
+        }
     }
 
     #[test]
@@ -789,6 +884,22 @@ mod tests {
                 serde_json::json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected });
             assert_eq!(body(&record.to_string()), text_pair(prompt, chosen, rejected));
         }
+        let text = |prompt: &str, completion: &str| Body::PromptCompletion {
+            prompt: prompt.into(),
+            completion: completion.into(),
+        };
+        for (prompt, completion) in [
+            (r#"[{"from": "Berlin", "to": "Paris"}]"#, r#"[{"from": "Berlin", "price": 3}]"#),
+            (r#"[{"role": "admin", "content": "a"}]"#, r#"[{"role": 3, "content": "b"}]"#),
+            (r#"[{"role": "user"}]"#, r#"[{"from": "gpt", "text": "b"}]"#),
+            (r#"[{"role": "user", "content": "a"}, 3]"#, r#"[{"from": "Rome", "value": "b"}]"#),
+        ] {
+            let record = serde_json::json!({ "prompt": prompt, "completion": completion });
+            assert_eq!(body(&record.to_string()), text(prompt, completion));
+            let record =
+                serde_json::json!({ "prompt": "a", "chosen": prompt, "rejected": completion });
+            assert_eq!(body(&record.to_string()), text_pair("a", prompt, completion));
+        }
         // What a table has instead of lists.
         let user = r#"[{"role": "user", "content": "Hi?"}]"#;
         let model = r#" [{"from": "gpt", "value": "Good."}]"#;
@@ -797,15 +908,14 @@ mod tests {
             panic!("{record}")
         };
         assert_eq!((prompt[0].role(), completion[0].role()), ("user", "assistant"));
+        let call = r#"[{"role": "assistant", "tool_calls": [{}]}]"#;
+        let record = serde_json::json!({ "prompt": user, "completion": call });
+        assert!(matches!(body(&record.to_string()), Body::ChatCompletion { .. }));
         let record = serde_json::json!({ "prompt": user, "chosen": model, "rejected": model });
         let Body::Pair { chosen, .. } = body(&record.to_string()) else { panic!("{record}") };
         assert!(matches!(*chosen, Body::ChatCompletion { .. }));
         // Beside a text, or made by a template, it is one.
         let record = serde_json::json!({ "prompt": "Write a message.", "completion": user });
-        let text = |prompt: &str, completion: &str| Body::PromptCompletion {
-            prompt: prompt.into(),
-            completion: completion.into(),
-        };
         assert_eq!(body(&record.to_string()), text("Write a message.", user));
         let columns = Columns {
             prompt: Some(Source::parse("prompt_column", "{prompt}").unwrap()),
@@ -826,6 +936,24 @@ mod tests {
         assert_eq!(
             body(r#"{"prompt": "a", "completion": null, "chosen": "b", "rejected": "c"}"#),
             text_pair("a", "b", "c")
+        );
+        let instruction = |output: &str| Body::Instruction {
+            before: Vec::new(),
+            instruction: "a".into(),
+            input: String::new(),
+            output: output.into(),
+        };
+        for key in ["output", "response"] {
+            let beside =
+                |more: &str| body(&format!(r#"{{"instruction": "a", "{key}": null{more}}}"#));
+            assert_eq!(beside(r#", "text": "b""#), Body::Text { text: "b".into() });
+            let answers = r#", "prompt": "b", "chosen": "c", "rejected": "d""#;
+            assert_eq!(beside(answers), text_pair("b", "c", "d"));
+            assert_eq!(beside(""), instruction(""));
+        }
+        assert_eq!(
+            body(r#"{"instruction": "a", "output": null, "response": "b"}"#),
+            instruction("b")
         );
         let alone = error(r#"{"prompt": "a", "completion": null, "label": true}"#);
         assert!(alone.contains("\"prompt\" is a string and \"completion\" is null"), "{alone}");

@@ -156,7 +156,7 @@ impl Repository<'_> {
         match fetch() {
             Ok(found) => Ok(found),
             Err(Failure::Final(error)) => Err(error),
-            Err(Failure::Network(reason, _)) => match cached() {
+            Err(Failure::Network { reason, .. }) => match cached() {
                 Ok(found) => {
                     tracing::warn!("{}: {reason}; using what was downloaded before", self.id);
                     Ok(found)

@@ -50,6 +50,10 @@ pub struct HubOptions {
     pub offline: bool,
     /// How long to wait for a connection, an answer, or the next bytes of a file.
     pub timeout: Duration,
+    /// How often the list of a repository's files is asked for, at most, where the cache has nothing to
+    /// use instead: a hub that can't be reached or counts requests may be asked again after a while. Once
+    /// is for somebody who waits for an answer.
+    pub list_attempts: u32,
 }
 
 /// [`HubOptions::timeout`] where the environment says nothing.
@@ -66,6 +70,7 @@ impl fmt::Debug for HubOptions {
             .field("endpoint", &self.endpoint)
             .field("offline", &self.offline)
             .field("timeout", &self.timeout)
+            .field("list_attempts", &self.list_attempts)
             .finish()
     }
 }
@@ -80,7 +85,7 @@ impl HubOptions {
     /// - offline: `HF_HUB_OFFLINE` is 1, true, yes or on
     /// - timeout: `HF_HUB_DOWNLOAD_TIMEOUT` in whole seconds, or 30
     ///
-    /// An empty variable counts as unset.
+    /// Lists are asked for up to five times. An empty variable counts as unset.
     ///
     /// # Errors
     /// [`Error::Option`] for an endpoint, a token or a timeout that cannot be one, and when there
@@ -139,7 +144,7 @@ impl HubOptions {
                 }
             },
         };
-        Ok(Self { cache, token, endpoint, offline, timeout })
+        Ok(Self { cache, token, endpoint, offline, timeout, list_attempts: transfer::ATTEMPTS })
     }
 }
 

@@ -20,7 +20,7 @@ use super::names;
 use crate::{Error, HubFault, Result};
 
 /// How often something is tried in a row without getting any further.
-const ATTEMPTS: u32 = 5;
+pub(super) const ATTEMPTS: u32 = 5;
 /// The longest wait that a server may ask for, in timeouts: with the default five minutes, over which the hub counts requests.
 const LONGEST_WAIT: u32 = 10;
 const MAX_REDIRECTS: usize = 10;
@@ -33,17 +33,23 @@ const IDENTITY: (&str, &str) = ("accept-encoding", "identity");
 
 /// Why something could not be fetched.
 pub(super) enum Failure {
-    /// The network, for which another attempt or the cache may stand in: what happened, as a
-    /// sentence without its full stop, and how long a server asks to wait.
-    Network(String, Duration),
+    /// The network, for which another attempt or the cache may stand in.
+    Network {
+        /// What happened, as a sentence without its full stop.
+        reason: String,
+        /// How long a server asks to wait.
+        wait: Duration,
+        /// Whether another attempt may come to something else.
+        may_pass: bool,
+    },
     /// Anything else.
     Final(Error),
 }
 
 impl Failure {
-    /// One of the network that says nothing of a wait.
+    /// One of the network that may pass and says nothing of a wait.
     fn network(reason: String) -> Self {
-        Self::Network(reason, Duration::ZERO)
+        Self::Network { reason, wait: Duration::ZERO, may_pass: true }
     }
 }
 
@@ -165,6 +171,35 @@ impl Answer {
     fn header(&self, name: &str) -> Option<&str> {
         self.response.headers().get(name)?.to_str().ok()
     }
+
+    /// Whether it may be another one later: the server is busy or broken, or counts requests.
+    fn may_pass(&self) -> bool {
+        matches!(self.status(), 408 | 429 | 500..)
+    }
+
+    /// How long the server asks to wait. Where it counts requests, the hub says that in a header of
+    /// its own.
+    fn wait(&self) -> Duration {
+        let limited = self.header("ratelimit").filter(|_| self.status() == 429);
+        // Servers may also name a time of day, which asks for no wait here.
+        let seconds = limited
+            .and_then(until_reset)
+            .or_else(|| self.header("retry-after")?.trim().parse().ok());
+        Duration::from_secs(seconds.unwrap_or(0))
+    }
+}
+
+/// The seconds until requests are counted anew, by a header such as `"api";r=0;t=55`, which says
+/// that none (`r`) are left for so many seconds (`t`). Of several counts, those that are used up.
+fn until_reset(header: &str) -> Option<u64> {
+    let seconds = header.split(',').filter_map(|count| {
+        let number = |name: &str| {
+            let mut parts = count.split(';').filter_map(|part| part.trim().split_once('='));
+            parts.find(|(key, _)| *key == name)?.1.trim().parse::<u64>().ok()
+        };
+        number("t").filter(|_| number("r").is_none_or(|left| left == 0))
+    });
+    seconds.max()
 }
 
 /// Asks the hub about one repository.
@@ -199,18 +234,20 @@ impl<'a> Client<'a> {
     }
 
     /// The repository's commit and files; with their sizes and hashes if `details`. It is asked for
-    /// again where the cache has nothing to use instead.
+    /// again, as often as the options say, where the cache has nothing to use instead.
     pub(super) fn list(
         &self,
         details: bool,
         is_cached: impl FnOnce() -> bool,
     ) -> Result<Listing, Failure> {
+        let attempts = self.repository.options.list_attempts;
         let first = self.list_once(details);
-        if !matches!(first, Err(Failure::Network(..))) || is_cached() {
+        let may_pass = matches!(first, Err(Failure::Network { may_pass: true, .. }));
+        if !may_pass || attempts <= 1 || is_cached() {
             return first;
         }
         let mut first = Some(first);
-        self.persist("the list of its files", |_| match first.take() {
+        self.persist("the list of its files", attempts, |_| match first.take() {
             Some(first) => first,
             None => self.list_once(details),
         })
@@ -280,7 +317,7 @@ impl<'a> Client<'a> {
         if pointer.exists() {
             return Ok(pointer);
         }
-        let remote = self.persist(file, |_| self.describe(commit, file))?;
+        let remote = self.persist(file, ATTEMPTS, |_| self.describe(commit, file))?;
         if remote.size > most {
             return Err(self
                 .repository
@@ -357,7 +394,7 @@ impl<'a> Client<'a> {
         let blob = self.repository.blob(etag);
         let disk = |error| self.disk_failure(file, error);
         let mut partial = Partial::open(blob.with_extension("incomplete"), remote).map_err(disk)?;
-        self.persist(file, |reached| {
+        self.persist(file, ATTEMPTS, |reached| {
             let received = self.receive(remote, &mut partial, progress);
             *reached = partial.length;
             received?;
@@ -447,18 +484,19 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Tries again what the network broke, for as long as it gets further, and not before a server
-    /// says. `attempt` says how far it came, in bytes.
+    /// Tries again what the network broke, for as long as it gets further within so many attempts,
+    /// and not before a server says. `attempt` says how far it came, in bytes.
     fn persist<T>(
         &self,
         file: &str,
+        attempts: u32,
         mut attempt: impl FnMut(&mut u64) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let (mut furthest, mut fruitless) = (0, 0);
         loop {
             let mut reached = 0;
             let (reason, wait) = match attempt(&mut reached) {
-                Err(Failure::Network(reason, wait)) => (reason, wait),
+                Err(Failure::Network { reason, wait, may_pass: true }) => (reason, wait),
                 other => return other,
             };
             if reached > furthest {
@@ -466,15 +504,23 @@ impl<'a> Client<'a> {
                 fruitless = 0;
             }
             fruitless += 1;
-            if fruitless == ATTEMPTS {
+            if fruitless == attempts {
                 return Err(Failure::network(format!(
-                    "{reason} (given up after {ATTEMPTS} attempts that came no further)"
+                    "{reason} (given up after {attempts} attempts that came no further)"
+                )));
+            }
+            let timeout = self.repository.options.timeout;
+            let longest = timeout.saturating_mul(LONGEST_WAIT);
+            if wait > longest {
+                return Err(Failure::network(format!(
+                    "{reason}; {} s are more than the {} s that are waited at most ({LONGEST_WAIT} times \
+                     HF_HUB_DOWNLOAD_TIMEOUT), so try again later",
+                    wait.as_secs(),
+                    longest.as_secs_f64()
                 )));
             }
             // Half a second with the default, and then twice as long each time.
-            let timeout = self.repository.options.timeout;
-            let pause = timeout / 60 * (1 << (fruitless - 1));
-            let pause = pause.max(wait.min(timeout.saturating_mul(LONGEST_WAIT)));
+            let pause = (timeout / 60).saturating_mul(1 << (fruitless - 1).min(16)).max(wait);
             tracing::warn!(
                 "{}: {file}: {reason}; trying again in {:.1} s",
                 self.repository.id,
@@ -565,16 +611,23 @@ impl<'a> Client<'a> {
         let status = answer.status();
         let code = answer.header("x-error-code").unwrap_or_default();
         let what = file.map_or(String::new(), |file| format!(" to {file}"));
-        // Servers may also name a time of day, which asks for no wait here.
-        let seconds = answer.header("retry-after").and_then(|seconds| seconds.trim().parse().ok());
-        let wait = Duration::from_secs(seconds.unwrap_or(0));
+        // Where a file lies elsewhere, each attempt is sent to an address that was made anew for it.
+        let may_pass = file.is_some() || answer.may_pass();
+        let network = |said: String, more: &str| {
+            let wait = answer.wait();
+            let asked = match wait.is_zero() {
+                true => String::new(),
+                false => format!(" and asks to wait for {} s", wait.as_secs()),
+            };
+            Failure::Network { reason: format!("{said}{asked}{more}"), wait, may_pass }
+        };
         if let Some(elsewhere) = &answer.elsewhere {
             let token =
                 if options.token.is_some() { "; the token is for the endpoint alone" } else { "" };
-            let reason = format!(
-                "{elsewhere}, to which {endpoint} redirected{what}, answered with status {status}{token}"
+            let said = format!(
+                "{elsewhere}, to which {endpoint} redirected{what}, answered with status {status}"
             );
-            return Failure::Network(reason, wait);
+            return network(said, token);
         }
         let token = if options.token.is_some() {
             "the token given (HF_TOKEN or the saved one) has no access"
@@ -605,8 +658,8 @@ impl<'a> Client<'a> {
                     "there is no {noun} of this id at {endpoint} (revision {revision}){here}"
                 )),
             },
-            408 | 429 | 500.. => {
-                Failure::Network(format!("{endpoint} answered{what} with status {status}"), wait)
+            _ if answer.may_pass() => {
+                network(format!("{endpoint} answered{what} with status {status}"), "")
             }
             _ => self.repository.failure(format!("{endpoint} answered{what} with status {status}")),
         }
@@ -719,6 +772,23 @@ mod tests {
         }
         assert_eq!(origin("ftp://huggingface.co/"), None);
         assert_eq!(origin("/path"), None);
+    }
+
+    #[test]
+    fn a_count_of_requests_says_when_it_begins_anew() {
+        for (header, seconds) in [
+            ("\"api\";r=0;t=55", Some(55)),
+            (" \"resolvers\" ; t=7 ; r=0 ", Some(7)),
+            ("\"api\";r=3;t=55, \"pages\";r=0;t=20", Some(20)),
+            ("\"api\";r=0;t=5,\"pages\";r=0;t=20", Some(20)),
+            ("\"api\";t=9", Some(9)),
+            ("\"api\";r=3;t=55", None),
+            ("\"api\";r=0;t=soon", None),
+            ("\"api\";r=0", None),
+            ("", None),
+        ] {
+            assert_eq!(until_reset(header), seconds, "{header}");
+        }
     }
 
     #[test]

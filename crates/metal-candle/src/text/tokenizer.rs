@@ -250,7 +250,8 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::decode_stream`], of tokens that continue `prompt`: gives what they add to its text. Decoders that
-    /// take a space off the beginning of a text, as that of Llama 2 does, would otherwise take it off these tokens.
+    /// take a space off the beginning of a text, as that of Llama 2 does, would otherwise take it off these tokens. Of a
+    /// character that the prompt ends within, the last bytes come as U+FFFD.
     ///
     /// # Errors
     /// [`Error::Tokenizer`]: the decoder fails.

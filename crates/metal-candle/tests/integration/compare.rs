@@ -14,6 +14,11 @@ use std::sync::Arc;
 
 /// A folder with a model of random weights in f32, whose rows are whole blocks of every format, and a tokenizer.
 fn source() -> tempfile::TempDir {
+    source_of(400)
+}
+
+/// As [`source`], of a model with this many tokens.
+fn source_of(vocabulary: usize) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let config = json!({
         "architectures": ["LlamaForCausalLM"],
@@ -23,7 +28,7 @@ fn source() -> tempfile::TempDir {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": 400,
+        "vocab_size": vocabulary,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 96,
         "initializer_range": 0.05,
@@ -122,6 +127,30 @@ fn exports_of_every_format_agree_with_their_source() {
             assert!(problems.is_empty(), "{word}: {problems:?}");
         }
     }
+}
+
+#[test]
+fn a_padding_token_beyond_the_models_vocabulary_is_no_difference() {
+    // The tokenizer has as many tokens as the model, and one more for padding, which GGUF files are written without.
+    let (source, out) = (source_of(378), tempfile::tempdir().unwrap());
+    let edit = |file: &str, edit: &dyn Fn(&mut Value)| {
+        let path = source.path().join(file);
+        let mut content = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        edit(&mut content);
+        std::fs::write(&path, content.to_string()).unwrap();
+    };
+    edit("tokenizer.json", &|content| {
+        let mut token = content["added_tokens"][0].clone();
+        (token["id"], token["content"]) = (378.into(), "<more>".into());
+        content["added_tokens"].as_array_mut().unwrap().push(token);
+    });
+    edit("tokenizer_config.json", &|content| content["pad_token"] = "<more>".into());
+    assert_eq!(Tokenizer::load(source.path()).unwrap().pad_id(), Some(378));
+    let model = Model::load(source.path(), DType::F32, &Device::Cpu).unwrap();
+    let path = export(&model, "gguf-f32", source.path(), out.path());
+    assert_eq!(Tokenizer::load(&path).unwrap().token_to_id("<more>"), None);
+    let (found, _) = problems(source.path(), None, &path);
+    assert!(found.is_empty(), "{found:?}");
 }
 
 #[test]

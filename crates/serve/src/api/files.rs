@@ -5,7 +5,7 @@ use super::stream::download;
 use crate::app::{App, Shared};
 use crate::body;
 use crate::error::{ApiError, Result};
-use crate::jobs::{check, data_options};
+use crate::jobs::{Method, check, data_options};
 use crate::store::{NewFile, Purpose, Removal, StoredFile};
 use axum::body::{Body, Bytes};
 use axum::extract::multipart::{Field, MultipartError};
@@ -286,7 +286,8 @@ impl Drop for GivenUp {
     }
 }
 
-/// What a file is to a model: its records, their tokens and which of them are learned, and what is wrong by lines.
+/// What a file is to a model and a method: its records, their tokens and which of them are learned, and what is wrong by
+/// lines.
 async fn look(
     State(app): State<Shared>,
     Id(id): Id,
@@ -294,9 +295,19 @@ async fn look(
     _: NoBody,
 ) -> Result<Json<Value>> {
     let mut model = app.options.model_name.clone();
+    let mut method = Method::Supervised;
     for (name, value) in pairs {
         match name.as_str() {
             "model" => model = value,
+            "method" => {
+                method = Method::named(&value).ok_or_else(|| {
+                    let found = metal_candle::readable(&value);
+                    ApiError::field(
+                        "method",
+                        format_args!("is {found:?}, expected \"supervised\" or \"dpo\""),
+                    )
+                })?;
+            }
             _ => return Err(unknown(&name)),
         }
     }
@@ -311,7 +322,8 @@ async fn look(
         let file = find(app, &id)?;
         let is_given_up = || flag.load(Ordering::Relaxed);
         let path = app.store.file_path(&file);
-        let report = check(&path, &chosen.tokenizer, &data_options(app), &is_given_up)?;
+        let options = data_options(app, method);
+        let report = check(&path, &chosen.tokenizer, &options, &is_given_up)?;
         serde_json::to_value(report).map(Json).map_err(ApiError::internal)
     })
     .await

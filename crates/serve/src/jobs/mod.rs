@@ -18,10 +18,8 @@ mod validate;
 
 pub(crate) use check::check;
 pub(crate) use hyperparameters::Hyperparameters;
-#[cfg(test)]
-pub(crate) use plan::Method;
-pub(crate) use plan::Plan;
-pub(crate) use request::CreateJob;
+pub(crate) use plan::{Method, Plan};
+pub(crate) use request::{CreateJob, PAIRS};
 pub(crate) use run::{tidy, tidy_ended};
 pub(crate) use signals::Signals;
 pub(crate) use validate::data_options;

@@ -2,7 +2,7 @@
 
 use super::hyperparameters::Chosen;
 use chrono::NaiveDateTime;
-use metal_candle::data::{BatchOptions, DataOptions};
+use metal_candle::data::{BatchOptions, DataOptions, SampleKind};
 use metal_candle::train::objectives::{DpoOptions, Objective, PREFERENCE_RATE_DIVISOR};
 use metal_candle::train::{Duration, LearningRate, ScheduleOptions, TrainOptions, total_steps};
 use metal_candle::{Error, Result};
@@ -39,6 +39,23 @@ impl Method {
             Self::Supervised => "supervised",
             Self::Dpo => "dpo",
         }
+    }
+
+    /// The method of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Supervised, Self::Dpo].into_iter().find(|method| method.name() == name)
+    }
+
+    fn objective(self, beta: f64) -> Objective {
+        match self {
+            Self::Supervised => Objective::Sft,
+            Self::Dpo => Objective::Dpo(DpoOptions { beta, ..DpoOptions::default() }),
+        }
+    }
+
+    /// What it learns from.
+    pub fn samples(self) -> SampleKind {
+        self.objective(DpoOptions::default().beta).samples()
     }
 }
 
@@ -101,13 +118,6 @@ impl Plan {
         }
     }
 
-    fn objective(&self) -> Objective {
-        match self.method {
-            Method::Supervised => Objective::Sft,
-            Method::Dpo => Objective::Dpo(DpoOptions { beta: self.beta, ..DpoOptions::default() }),
-        }
-    }
-
     /// How records become examples. What doesn't fit into memory goes to a file in `folder`.
     pub fn data_options(&self, folder: &Path) -> Result<DataOptions> {
         let now = NaiveDateTime::parse_from_str(&self.template_time, TIME).map_err(|error| {
@@ -118,7 +128,7 @@ impl Plan {
             variables: self.variables.clone(),
             now: Some(now),
             folder: folder.to_path_buf(),
-            samples: self.objective().samples(),
+            samples: self.method.samples(),
             ..DataOptions::default()
         })
     }
@@ -144,7 +154,7 @@ impl Plan {
         let steps = total_steps(epochs, batches, self.passes)?;
         let save_every = steps_between_checkpoints(steps, self.steps_of_epoch(batches));
         let options = TrainOptions {
-            objective: self.objective(),
+            objective: self.method.objective(self.beta),
             grad_accumulation: self.passes,
             grad_checkpoint: self.recompute,
             seed: self.seed,

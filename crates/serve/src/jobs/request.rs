@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-const PAIRS: usize = 16;
+pub(crate) const PAIRS: usize = 16;
 const KEY: usize = 64;
 const VALUE: usize = 512;
 const SUFFIX: usize = 64;

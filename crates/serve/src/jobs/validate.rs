@@ -14,12 +14,13 @@ use tokio::runtime::Handle;
 const PAIRS: &str = "preference pairs";
 const LABELLED: &str = "labelled answers";
 
-/// How records become examples.
-pub(crate) fn data_options(app: &App) -> DataOptions {
+/// How records become examples for a method.
+pub(crate) fn data_options(app: &App, method: Method) -> DataOptions {
     DataOptions {
         max_seq_length: most_tokens(app.model.config().context()),
         variables: app.variables.clone(),
         now: Some(chrono::Local::now().naive_local()),
+        samples: method.samples(),
         ..DataOptions::default()
     }
 }
@@ -47,7 +48,8 @@ pub(super) fn validate(app: &Shared, runtime: &Handle, job: &Job) -> Result<()> 
         Ok(tokenizer) => tokenizer,
         Err(error) => return app.store.fail_job(&job.id, &error),
     };
-    let options = data_options(app);
+    let method = job.asked.hyperparameters.method;
+    let options = data_options(app, method);
     let files = [
         ("training_file", Some(&job.asked.training_file)),
         ("validation_file", job.asked.validation_file.as_ref()),
@@ -76,7 +78,7 @@ pub(super) fn validate(app: &Shared, runtime: &Handle, job: &Job) -> Result<()> 
         if is_given_up(app, job) {
             return Ok(());
         }
-        if let Some(problem) = problem(&report, job.asked.hyperparameters.method) {
+        if let Some(problem) = problem(&report, method) {
             let words = param.replace('_', " ");
             let message = format!("The job failed due to an invalid {words}. {problem}");
             return app.store.fail_job(&job.id, &failed(message));
@@ -89,7 +91,7 @@ pub(super) fn validate(app: &Shared, runtime: &Handle, job: &Job) -> Result<()> 
     }
     let chosen = job.asked.hyperparameters.choose(examples);
     let plan = Plan::new(
-        job.asked.hyperparameters.method,
+        method,
         chosen,
         (longest, options.max_seq_length),
         &options.variables,
@@ -125,7 +127,7 @@ fn problem(report: &Report, method: Method) -> Option<String> {
             }
             Method::Dpo => {
                 "preference pairs {\"input\": {\"messages\": [...]}, \"preferred_output\": [...], \
-                 \"non_preferred_output\": [...]}"
+                 \"non_preferred_output\": [...]}, or {\"prompt\": ..., \"chosen\": ..., \"rejected\": ...}"
             }
         };
         return Some(format!(

@@ -25,6 +25,7 @@ fn options(cache: &Path, endpoint: &str) -> HubOptions {
         endpoint: endpoint.to_string(),
         offline: false,
         timeout: Duration::from_secs(20),
+        list_attempts: 5,
     }
 }
 

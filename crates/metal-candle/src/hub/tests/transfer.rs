@@ -242,12 +242,15 @@ fn a_silent_answer_ends_with_an_error() {
 #[test]
 fn the_list_of_files_is_asked_for_again_when_the_hub_says() {
     let server = Server::new(&model(b"the weights"));
-    server.change(|state| state.refusals = vec![(429, "Retry-After: 1\r\n"), (503, "")]);
+    // A header of the hub's own, which counts before the other and beside no other status.
+    let limits = "RateLimit: \"api\";r=0;t=1\r\nRetry-After: 100\r\n";
+    let busy = "RateLimit: \"api\";r=0;t=100\r\nRetry-After: 1\r\n";
+    server.change(|state| state.refusals = vec![(429, limits), (503, busy)]);
     let cache = tempfile::tempdir().unwrap();
     let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &server.endpoint) };
     let start = Instant::now();
     let folder = fetch(&options).unwrap();
-    assert!(start.elapsed() >= Duration::from_secs(1), "{:?}", start.elapsed());
+    assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
     assert_eq!(fs::read(folder.join(WEIGHTS)).unwrap(), b"the weights");
 
     // What is in the cache is used at once instead.
@@ -260,6 +263,50 @@ fn the_list_of_files_is_asked_for_again_when_the_hub_says() {
     let message = refusal(&options);
     assert!(message.contains("status 503 (given up after 5 attempts"), "{message}");
     assert_eq!(server.requests().len(), 5);
+    let options = HubOptions { list_attempts: 2, ..options };
+    assert!(refusal(&options).contains("status 503 (given up after 2 attempts"));
+    assert_eq!(server.requests().len(), 2);
+    for list_attempts in [0, 1] {
+        let message = refusal(&HubOptions { list_attempts, ..options.clone() });
+        assert!(message.contains("status 503, and"), "{message}");
+        assert_eq!(server.requests().len(), 1);
+    }
+}
+
+#[test]
+fn a_wait_that_is_too_long_ends_at_once() {
+    let server = Server::new(&model(b"the weights"));
+    let cache = tempfile::tempdir().unwrap();
+    let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &server.endpoint) };
+    for (status, headers) in
+        [(429, "RateLimit: \"api\";r=0;t=55\r\n"), (503, "Retry-After: 55\r\n")]
+    {
+        server.change(|state| state.refusals = vec![(status, headers)]);
+        let message = refusal(&options);
+        let said = format!("status {status} and asks to wait for 55 s; 55 s are more than the 5 s");
+        assert!(message.contains(&said), "{message}");
+        assert_eq!(server.requests().len(), 1);
+    }
+}
+
+#[test]
+fn what_another_server_refuses_for_good_is_not_asked_for_again() {
+    let files = model(b"the weights");
+    let (hub, mirror) = (Server::new(&files), Server::new(&files));
+    let cache = tempfile::tempdir().unwrap();
+    let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &hub.endpoint) };
+    let folder = fetch(&options).unwrap();
+    hub.change(|state| state.list_moved = Some(mirror.endpoint.clone()));
+    let elsewhere = tempfile::tempdir().unwrap();
+    let empty = HubOptions { cache: elsewhere.path().to_path_buf(), ..options.clone() };
+    for (status, attempts) in [(401, 1), (403, 1), (404, 1), (408, 5), (503, 5)] {
+        mirror.change(|state| state.status.0 = status);
+        let message = refusal(&empty);
+        assert!(message.contains(&format!("answered with status {status}")), "{message}");
+        assert_eq!(mirror.requests().len(), attempts, "{status}");
+        assert_eq!(fetch(&options).unwrap(), folder, "what is in the cache is used instead");
+        assert_eq!(mirror.requests().len(), 1, "{status}");
+    }
 }
 
 #[test]
