@@ -8,7 +8,7 @@
 use crate::app::Shared;
 use crate::error::{ApiError, Result};
 use crate::replicas::Place;
-use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{Event as ServerEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::poll_fn;
@@ -144,8 +144,7 @@ impl Texts {
                         format!("nothing was written for {seconds} s, as long as that may take")
                     }
                 };
-                let status = StatusCode::GATEWAY_TIMEOUT;
-                Err(ApiError::new(status, "server_error", message).coded("timeout"))
+                Err(ApiError::timed_out(message))
             }
         }
     }
@@ -156,18 +155,23 @@ impl Texts {
     }
 
     fn submit(&mut self) {
-        while self.under_way.len() < MOST_AT_ONCE
-            && let Some((index, mut request)) = self.waiting.pop_front()
-        {
+        let room = MOST_AT_ONCE.saturating_sub(self.under_way.len()).min(self.waiting.len());
+        if room == 0 {
+            return;
+        }
+        let next: Vec<_> = self.waiting.drain(..room).collect();
+        let indices: Vec<usize> = next.iter().map(|(index, _)| *index).collect();
+        let requests = next.into_iter().map(|(index, request)| {
+            let mut caller = Caller { index, sender: self.sender.clone(), ended: false };
             // Only the first may be refused because too many wait: what is written would be lost with one of the others.
             // There are never more of them at once than when it was taken.
-            request.follows = index > 0;
-            let mut caller = Caller { index, sender: self.sender.clone(), ended: false };
-            let engine = &self.place.replica.engine;
-            let ticket = engine.submit_to(request, move |event| caller.tell(event));
-            let begun = Instant::now();
-            let under_way = UnderWay { _ticket: ticket, begun, first_token: None };
-            self.under_way.insert(index, under_way);
+            let request = Request { follows: index > 0, ..request };
+            (request, move |event| caller.tell(event))
+        });
+        let tickets = self.place.replica.engine.submit_together(requests);
+        let begun = Instant::now();
+        for (index, ticket) in indices.into_iter().zip(tickets) {
+            self.under_way.insert(index, UnderWay { _ticket: ticket, begun, first_token: None });
         }
     }
 

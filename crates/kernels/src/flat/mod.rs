@@ -180,12 +180,12 @@ impl<const STATES: usize> Step<'_, STATES> {
 }
 
 /// What gradients of a norm are multiplied by, so that it is at most `max_norm`, as
-/// `torch.nn.utils.clip_grad_norm_` does it; `None`, for no step at all, when the norm isn't finite in `f32`.
+/// `torch.nn.utils.clip_grad_norm_` does it; `None`, for no step at all, when the norm isn't finite.
 pub fn clip_scale(norm: f64, max_norm: Option<f64>) -> Option<f32> {
     /// Keeps the norm's reciprocal finite.
     const CLIP_EPSILON: f64 = 1e-6;
     let scale = max_norm.map_or(1.0, |max_norm| (max_norm / (norm + CLIP_EPSILON)).min(1.0));
-    (norm as f32).is_finite().then_some(scale as f32)
+    norm.is_finite().then_some(scale as f32)
 }
 
 /// An error unless the device of `params` finds what an optimiser keeps: it is there, too, or, on CUDA, in the memory of

@@ -10,6 +10,7 @@ use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -28,7 +29,7 @@ pub struct Handle {
 
 /// What a handle and an answer tell the engine. A ticket is the number of a request before it has one there.
 enum Command {
-    Submit(u64, Box<Request>, Listener),
+    Submit(Vec<(u64, Request, Listener)>),
     Cancel(u64),
     Statistics(Sender<Statistics>),
 }
@@ -117,9 +118,35 @@ impl Handle {
         request: Request,
         events: impl FnMut(Event) -> bool + Send + 'static,
     ) -> Ticket {
-        let number = self.tickets.fetch_add(1, Ordering::Relaxed);
-        let _ = self.sender.send(Command::Submit(number, Box::new(request), Box::new(events)));
+        let number = self.submit_numbered([(request, events)]).start;
         Ticket { number, sender: self.sender.clone() }
+    }
+
+    /// [`Self::submit_to`] of texts that belong together, in this order. If one is refused, it is told so, and those behind
+    /// it are dropped without an event.
+    pub fn submit_together<E>(
+        &self,
+        requests: impl IntoIterator<Item = (Request, E)>,
+    ) -> Vec<Ticket>
+    where
+        E: FnMut(Event) -> bool + Send + 'static,
+    {
+        let numbers = self.submit_numbered(requests);
+        numbers.map(|number| Ticket { number, sender: self.sender.clone() }).collect()
+    }
+
+    fn submit_numbered<E>(&self, requests: impl IntoIterator<Item = (Request, E)>) -> Range<u64>
+    where
+        E: FnMut(Event) -> bool + Send + 'static,
+    {
+        let requests: Vec<_> = requests.into_iter().collect();
+        let count = requests.len() as u64;
+        let first = self.tickets.fetch_add(count, Ordering::Relaxed);
+        let numbered = (first..).zip(requests);
+        let numbered = numbered
+            .map(|(number, (request, events))| (number, request, Box::new(events) as Listener));
+        let _ = self.sender.send(Command::Submit(numbered.collect()));
+        first..first + count
     }
 
     /// Whether the engine's thread lives, however busy it is.
@@ -267,14 +294,21 @@ impl Thread<'_> {
 
     fn take(&mut self, command: Command) {
         match command {
-            Command::Submit(ticket, request, mut caller) => match self.engine.submit(*request) {
-                Ok(id) => {
-                    self.callers.insert(id, (ticket, caller));
-                    self.tickets.insert(ticket, id);
+            Command::Submit(requests) => {
+                for (ticket, request, mut caller) in requests {
+                    match self.engine.submit(request) {
+                        Ok(id) => {
+                            self.callers.insert(id, (ticket, caller));
+                            self.tickets.insert(ticket, id);
+                        }
+                        Err(error) => {
+                            // Who doesn't listen any more doesn't need to know.
+                            tell(&mut caller, Event::Failed(error));
+                            break;
+                        }
+                    }
                 }
-                // Who doesn't listen any more doesn't need to know.
-                Err(error) => drop(tell(&mut caller, Event::Failed(error))),
-            },
+            }
             Command::Cancel(ticket) => {
                 if let Some(id) = self.tickets.get(&ticket).copied() {
                     self.engine.cancel(id);
@@ -293,5 +327,41 @@ impl Thread<'_> {
         if let Some((ticket, _)) = self.callers.remove(&id) {
             self.tickets.remove(&ticket);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{Reads, readers, request, small};
+    use super::*;
+
+    #[test]
+    fn texts_that_belong_together_are_taken_together_or_not_at_all() {
+        let options = EngineOptions { max_waiting: 2, ..small() };
+        let mut thread = Thread {
+            latest: Arc::default(),
+            turns: None,
+            engine: Engine::over(readers(Reads::new(5), 5), None, options),
+            callers: HashMap::new(),
+            tickets: HashMap::new(),
+        };
+        let (sender, refused) = mpsc::channel();
+        let mut submit = |tickets: Range<u64>| {
+            let first = tickets.start;
+            let of = |ticket| {
+                let request = Request { follows: ticket != first, ..request(&[1], 1) };
+                let sender = sender.clone();
+                let listener = move |event: Event| {
+                    matches!(event, Event::Failed(_)) && sender.send(ticket).is_ok()
+                };
+                (ticket, request, Box::new(listener) as Listener)
+            };
+            thread.take(Command::Submit(tickets.map(of).collect()));
+            thread.engine.statistics().waiting
+        };
+        assert_eq!(submit(0..3), 3);
+        // There is no room for the first, so there is none for the others.
+        assert_eq!(submit(3..9), 3);
+        assert_eq!(refused.try_iter().collect::<Vec<_>>(), [3]);
     }
 }

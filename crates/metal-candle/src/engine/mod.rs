@@ -144,9 +144,9 @@ pub struct Request {
     pub grammar: Option<Grammar>,
     /// Whether to tell how likely the prompt's tokens are. Then all of it is read, also what is in the cache.
     pub score_prompt: bool,
-    /// Whether it belongs to an answer of several texts, of which another was asked for before: it is taken however many
-    /// wait ([`EngineOptions::max_waiting`]), as what is written of the others would be lost. Who asks bounds how many these
-    /// are.
+    /// Whether it belongs to an answer of several texts, of which another was taken before: it is taken however many wait
+    /// ([`EngineOptions::max_waiting`]), as what is written of the others would be lost. Those that are asked for at once
+    /// go to [`Handle::submit_together`]. Who asks bounds how many these are.
     pub follows: bool,
 }
 

@@ -21,7 +21,7 @@ fn next(tokens: &[u32]) -> u32 {
     (tokens.iter().fold(7, mix) % (VOCABULARY as u64 - 1)) as u32
 }
 
-struct Reads {
+pub(super) struct Reads {
     slots: Vec<Option<u32>>,
     /// Those of layers with a window, if there are any.
     window: Option<usize>,
@@ -39,7 +39,7 @@ struct Reads {
 }
 
 impl Reads {
-    fn new(blocks: u32) -> Self {
+    pub(super) fn new(blocks: u32) -> Self {
         Self {
             slots: vec![None; blocks as usize * BLOCK],
             window: None,
@@ -157,7 +157,7 @@ fn tokenizer() -> Tokenizer {
     Tokenizer::load(std::path::Path::new(folder)).unwrap()
 }
 
-fn small() -> EngineOptions {
+pub(super) fn small() -> EngineOptions {
     EngineOptions {
         max_sequences: 6,
         max_batch_tokens: 10,
@@ -182,7 +182,7 @@ fn engine<'t>(
     Engine::over(readers(reader, blocks), Some(tokenizer), options)
 }
 
-fn readers(reader: impl Reader + 'static, blocks: u32) -> Readers {
+pub(super) fn readers(reader: impl Reader + 'static, blocks: u32) -> Readers {
     let layers = vec![Layers { window: None, blocks }];
     Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0, keeps_ranges: false }
 }
@@ -207,7 +207,7 @@ fn engine_with_window(
     )
 }
 
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
+pub(super) fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
     Request { prompt: prompt.to_vec(), options, ..Request::default() }
 }

@@ -53,6 +53,9 @@ pub(super) struct State {
     pub trained_tokens: u64,
     pub skipped: u64,
     pub skipped_in_a_row: u64,
+    /// How many of them had gradients beyond f16, after each of which the loss is multiplied by less.
+    #[serde(default)]
+    pub overflows: i32,
     /// Sums since the last report, so that the next one is the same after a resume.
     #[serde(deserialize_with = "number_or_null")]
     pub loss_sum: f64,
@@ -134,6 +137,7 @@ impl State {
             trained_tokens: 0,
             skipped: 0,
             skipped_in_a_row: 0,
+            overflows: 0,
             loss_sum: 0.0,
             loss_count: 0,
             report_tokens: 0,
@@ -203,6 +207,9 @@ impl Fingerprint {
             "batch_size" => {
                 "it counts the rows of all processes together, each of which reads --batch-size of them; resume so that \
                  their product is what it was"
+            }
+            "loraplus_lr_ratio" => {
+                "resume with the same one, or, as full fine-tuning has no B for it, start a new run in another folder"
             }
             _ => "resume with the same options and data, or start a new run in another folder",
         };

@@ -16,7 +16,7 @@ use super::summing::{Summing, Tables};
 use super::task::{Part, Task};
 use crate::adapter::{Adapter, Kept, TrainedFiles};
 use crate::autograd::{Parameter, Tape};
-use crate::data::{Batch, BatchPlan, Batcher};
+use crate::data::{Batch, BatchPlan, Batcher, SampleKind};
 use crate::memory::peak_bytes;
 use crate::model::Model;
 use crate::parallel::Group;
@@ -25,17 +25,17 @@ use crate::text::ChatTemplate;
 use crate::turns::Turns;
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::devices;
 use metal_candle_kernels::offload::Offload;
+use metal_candle_kernels::{devices, host};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// What the loss of a model in f16 is multiplied by: enough for gradients of tokens that are foreseen with 0.9999, and a
-/// hundredth of what would make others infinite.
+/// What the loss of a model in f16 is multiplied by at first, and what that is divided by when a gradient is infinite.
 const F16_LOSS_SCALE: f64 = 1024.0;
+const BACKOFF: f64 = 16.0;
 
 /// Why a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,7 +166,8 @@ impl<'a> Trainer<'a> {
             packing: data.packing,
             shuffle: data.shuffle,
             data_seed: data.seed,
-            share_prompts: Some(data.share_prompts),
+            share_prompts: (options.objective.samples() == SampleKind::Pair)
+                .then_some(data.share_prompts),
             examples: dataset.len(),
             tokens: dataset.report.tokens as u64,
             data_hash: format!("{:016x}", dataset.fingerprint()),
@@ -456,33 +457,8 @@ impl<'a> Trainer<'a> {
             Some(lock) if lock.folder() == self.output => None,
             _ => Some(FolderLock::acquire(&self.output)?),
         };
-        self.prepare()?;
-        self.take_over()?;
-        let (optimizer, parameters) = (&self.options.optimizer, self.adapter.parameters());
-        if self.optimizer.is_none() {
-            let new = || OptimizerState::new(*optimizer, parameters, self.home());
-            self.optimizer = Some(self.in_turn(new)?);
-        }
-        if is_root {
-            let mut like = OptimizerState::outline(optimizer, parameters);
-            like.insert(0, (vec![parameters.len()], parameters.values().dtype()));
-            let saving = std::mem::replace(&mut self.saving, untold());
-            let in_parts = self.optimizer()?.is_shared();
-            self.saver = Some(Saver::new(like, self.model.device(), in_parts, saving));
-        }
-        let outcome = self.steps(metrics).and_then(|outcome| {
-            self.await_saved(metrics)?;
-            self.saver = None;
-            self.group.wait("the end of the run")?;
-            if outcome != Outcome::Interrupted {
-                let (turns, device) = (self.turns.clone(), self.model.device().clone());
-                in_turn(turns.as_ref(), &device, || self.finish())?;
-            }
-            Ok(outcome)
-        });
-        if let Some(turns) = &self.turns {
-            turns.training_rests();
-        }
+        let outcome = self.to_the_end(metrics);
+        self.rest();
         let outcome = outcome?;
         let seconds = started.elapsed().as_secs_f64();
         let reason = match outcome {
@@ -506,6 +482,40 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    /// All of a run that uses the device.
+    fn to_the_end(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
+        let is_root = self.group.is_root();
+        self.prepare()?;
+        self.take_over()?;
+        let (optimizer, parameters) = (&self.options.optimizer, self.adapter.parameters());
+        if self.optimizer.is_none() {
+            let new = || OptimizerState::new(*optimizer, parameters, self.home());
+            self.optimizer = Some(self.in_turn(new)?);
+        }
+        if is_root {
+            let mut like = OptimizerState::outline(optimizer, parameters);
+            like.insert(0, (vec![parameters.len()], parameters.values().dtype()));
+            let saving = std::mem::replace(&mut self.saving, untold());
+            let in_parts = self.optimizer()?.is_shared();
+            self.saver = Some(Saver::new(like, self.model.device(), in_parts, saving));
+        }
+        let outcome = self.steps(metrics)?;
+        self.await_saved(metrics)?;
+        self.saver = None;
+        self.group.wait("the end of the run")?;
+        if outcome != Outcome::Interrupted {
+            self.finish()?;
+        }
+        Ok(outcome)
+    }
+
+    /// That nothing more is wanted of the device.
+    fn rest(&self) {
+        if let Some(turns) = &self.turns {
+            turns.training_rests();
+        }
+    }
+
     /// Checks what has to hold before the first step, and finds out what has to be known for it. Nothing that an earlier
     /// part of the run left is removed before this has succeeded. Call it after the `with_` functions and
     /// [`Self::resume`]; [`Self::run`] does it otherwise.
@@ -516,12 +526,13 @@ impl<'a> Trainer<'a> {
         if self.prepared {
             return Ok(());
         }
-        self.check()?;
-        self.know_base()?;
-        self.agree()?;
-        self.know_references()?;
-        self.prepared = true;
-        Ok(())
+        let known = self.check().and_then(|()| self.know_base()).and_then(|()| self.agree());
+        let known = known.and_then(|()| self.know_references());
+        match known {
+            Ok(()) => self.prepared = true,
+            Err(_) => self.rest(),
+        }
+        known
     }
 
     /// Makes the output folder that of a run which goes on from where this one does: removes checkpoints of later steps, and
@@ -993,6 +1004,7 @@ impl<'a> Trainer<'a> {
             None
         };
         if skipped.is_some() {
+            self.state.overflows += i32::from(loss.is_finite() && self.loss_scale() > 1.0);
             self.state.skipped += 1;
             self.state.skipped_in_a_row += 1;
             return Ok(Step { tokens, processed, norm, skipped });
@@ -1041,7 +1053,7 @@ impl<'a> Trainer<'a> {
     /// dtype, don't vanish (Micikevicius et al., "Mixed Precision Training", 2018): f16 has no numbers below 6e-8.
     fn loss_scale(&self) -> f64 {
         match self.model.dtype() {
-            DType::F16 => F16_LOSS_SCALE,
+            DType::F16 => (F16_LOSS_SCALE / BACKOFF.powi(self.state.overflows)).max(1.0),
             _ => 1.0,
         }
     }
@@ -1362,7 +1374,7 @@ impl<'a> Trainer<'a> {
             && best != self.state.step
         {
             let folder = checkpoint::folder(&self.output, best);
-            let read = checkpoint::read_parameters(&folder, &self.adapter);
+            let read = self.in_turn(|| checkpoint::read_parameters(&folder, &self.adapter));
             if self.group.any("whether the best checkpoint is lost", read.is_err())? {
                 if let Err(error) = read {
                     tracing::warn!(
@@ -1373,10 +1385,18 @@ impl<'a> Trainer<'a> {
                 let state = &mut self.state;
                 (state.best_loss, state.best_value, state.best_step) = (None, None, None);
                 let last = checkpoint::folder(&self.output, state.step);
-                self.adapter.load_parameters(last)?;
+                self.in_turn(|| self.adapter.load_parameters(last))?;
             }
         }
-        match self.adapter.parameters().kept().whole(self.group, self.model.device())? {
+        let values = self.in_turn(|| {
+            let values = self.adapter.parameters().kept().whole(self.group, self.model.device())?;
+            // Nothing may be read after the turn, and files aren't written within it: others would wait for the disk.
+            match (&self.turns, values) {
+                (Some(_), Some(values)) => Ok(Some(host::on_the_host(&values)?)),
+                (_, values) => Ok(values),
+            }
+        })?;
+        match values {
             Some(values) => self.trained_files()?.write(&self.output, &values),
             None => Ok(()),
         }

@@ -420,6 +420,40 @@ fn a_stopped_run_of_dpo_goes_on_bit_for_bit() {
     }
 }
 
+/// Slopes are multiplied for the backward pass, and gradients divided by as much; by less once one was infinite.
+#[test]
+fn preferences_are_learned_in_f16_as_in_f32() {
+    let batches = batcher(&pairs(&expected()), of_size(2));
+    let learn = |dtype, beta, steps| {
+        let model = Arc::new(Model::load(folder(), dtype, &device()).unwrap());
+        let adapter = adapter(&model);
+        let objective = Objective::Dpo(DpoOptions { beta, ..DpoOptions::default() });
+        let output = tempfile::tempdir().unwrap();
+        let told = options(objective, steps, 1e-6, Optimizer::default());
+        let told = TrainOptions { skip_limit: steps, ..told };
+        let (mut norms, mut skipped) = (Vec::new(), 0);
+        Trainer::new(&model, &adapter, &batches, told, output.path(), "llama")
+            .unwrap()
+            .run(&mut |metric: &Metric| {
+                match metric {
+                    Metric::Train { gradient_norm, .. } => norms.push(*gradient_norm),
+                    Metric::Skipped { .. } => skipped += 1,
+                    _ => {}
+                }
+                Ok(())
+            })
+            .unwrap();
+        (norms, skipped)
+    };
+    let ((expected, _), (found, skipped)) = (learn(DType::F32, 0.1, 2), learn(DType::F16, 0.1, 2));
+    assert_eq!(skipped, 0);
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found / expected - 1.0).abs() < 0.02, "{found}, expected {expected}");
+    }
+    let (_, skipped) = learn(DType::F16, 1000.0, 12);
+    assert!((1..4).contains(&skipped), "{skipped} skipped");
+}
+
 /// What is computed beforehand is what is computed in each step.
 #[test]
 fn references_can_be_computed_once() {
