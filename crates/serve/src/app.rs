@@ -1,6 +1,7 @@
 //! What all requests share.
 
 use crate::adapters::Adapters;
+use crate::context::LargeTexts;
 use crate::error::{ApiError, Result};
 use crate::keys::Gate;
 use crate::metrics::Metrics;
@@ -14,8 +15,13 @@ use metal_candle::text::Tokenizer;
 use metal_candle::turns::Turns;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use tokio::sync::Semaphore;
+
+/// Threads on which requests wait for the disk, the database or the device, and more of them for what is short: keys would
+/// wait behind all of that otherwise, and nobody be let in.
+pub const WAITING: usize = 384;
+pub const QUICK: usize = 128;
 
 /// What all requests share.
 pub struct App {
@@ -33,8 +39,8 @@ pub struct App {
     pub tokenizer: Arc<Tokenizer>,
     /// The most bytes that a token of it has.
     pub longest_token: usize,
-    /// Held while the tokens of a large text are found.
-    pub large_text: Mutex<()>,
+    /// Large texts whose tokens are found.
+    pub large_texts: LargeTexts,
     /// What the chat template is told beside the conversation.
     pub variables: Map<String, Value>,
     /// How texts are drawn where a request doesn't say.
@@ -45,6 +51,10 @@ pub struct App {
     pub adapters: Adapters,
     /// Files, jobs, events and keys.
     pub store: Store,
+    /// Requests that have a thread on which they may wait.
+    pub waiting: Arc<Semaphore>,
+    /// Texts whose embeddings are computed.
+    pub embedding: Arc<Semaphore>,
     /// Who may download a merged model.
     pub merging: Arc<Semaphore>,
     /// Whether keys are asked for, and what was asked with those that have limits.
@@ -77,11 +87,29 @@ impl App {
         if options.ignore_eos { Vec::new() } else { self.tokenizer.eos_ids().to_vec() }
     }
 
-    /// Runs what waits for the disk, the database or the device on a thread where waiting holds nothing up.
+    /// Runs what waits for the disk, the database or the device on a thread where waiting holds nothing up, once there is one
+    /// of [`WAITING`].
     ///
     /// # Errors
     /// What `work` gives, and a 500 when it panics.
     pub async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&App) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let thread = self.waiting.clone().acquire_owned().await.map_err(ApiError::internal)?;
+        let work = move |app: &App| {
+            // Until the work is done, also where nobody waits for it any more.
+            let _thread = thread;
+            work(app)
+        };
+        self.quick(work).await
+    }
+
+    /// As [`Self::blocking`], but whatever else waits; for what is short.
+    ///
+    /// # Errors
+    /// What `work` gives, and a 500 when it panics.
+    pub async fn quick<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&App) -> Result<T> + Send + 'static,
     ) -> Result<T> {

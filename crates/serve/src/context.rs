@@ -4,11 +4,14 @@ use crate::app::App;
 use crate::error::{ApiError, Result};
 use crate::writing::TOO_LONG;
 use metal_candle::text::Tokenizer;
-use std::sync::PoisonError;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Bytes of a text whose tokens are found while those of no other such text are, as that takes a hundred times as much
 /// memory.
 const LARGE: usize = 1 << 20;
+/// Such texts that wait for each other, each on a thread, at most.
+const LARGE_AT_ONCE: usize = 64;
 /// Bytes of a text that is short enough for its tokens to be counted in any case.
 const LARGEST_SHORT: usize = 64 << 10;
 /// How much longer than its tokens' bytes a text may be: a tokenizer may make spaces one, or other characters of many.
@@ -83,13 +86,42 @@ pub fn room(
     }
 }
 
+/// Large texts, whose tokens are found one after the other.
+#[derive(Debug)]
+pub struct LargeTexts {
+    places: Semaphore,
+    alone: Mutex<()>,
+}
+
+impl Default for LargeTexts {
+    fn default() -> Self {
+        Self { places: Semaphore::new(LARGE_AT_ONCE), alone: Mutex::default() }
+    }
+}
+
+impl LargeTexts {
+    /// Waits until no other is there.
+    ///
+    /// # Errors
+    /// A 429 where too many wait already.
+    fn enter(&self) -> Result<(MutexGuard<'_, ()>, SemaphorePermit<'_>)> {
+        let place = self.places.try_acquire().map_err(|_| {
+            let most = LARGE_AT_ONCE;
+            ApiError::busy(format!("{most} texts of {LARGE} bytes and more are being read already"))
+        })?;
+        Ok((self.alone.lock().unwrap_or_else(PoisonError::into_inner), place))
+    }
+}
+
 /// The tokens of a text.
 ///
 /// # Errors
-/// When the tokenizer fails.
+/// When the tokenizer fails, and a 429 for a large text while too many others are read.
 pub fn encode(app: &App, tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
-    let _alone = (text.len() >= LARGE)
-        .then(|| app.large_text.lock().unwrap_or_else(PoisonError::into_inner));
+    let _alone = match text.len() >= LARGE {
+        true => Some(app.large_texts.enter()?),
+        false => None,
+    };
     Ok(tokenizer.encode(text, add_special)?)
 }
 
@@ -114,4 +146,20 @@ pub fn read(
         return Err(too_long(context, field, found, Some(for_anthropic)));
     }
     encode(app, tokenizer, text, add_special)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_large_texts_wait_for_each_other() {
+        let texts = LargeTexts::default();
+        assert!(texts.enter().is_ok());
+        let waiting: Vec<_> = (0..LARGE_AT_ONCE).map(|_| texts.places.try_acquire()).collect();
+        assert!(waiting.iter().all(Result::is_ok));
+        assert_eq!(texts.enter().unwrap_err().status.as_u16(), 429);
+        drop(waiting);
+        assert!(texts.enter().is_ok());
+    }
 }

@@ -81,6 +81,11 @@ impl ApiError {
         error
     }
 
+    /// 504: it takes longer than the server lets it.
+    pub fn timed_out(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", message).coded("timeout")
+    }
+
     /// 500: it should have worked.
     pub fn internal(error: impl std::fmt::Display) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", error.to_string())

@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
 const MINUTE: Duration = Duration::from_secs(60);
+/// Where browsers say whether a page of the same site asks.
+const FETCH_SITE: &str = "sec-fetch-site";
 /// The paths for administrators, beside all that is deleted.
 const ADMIN_PATHS: [&str; 3] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics"];
 
@@ -80,7 +82,7 @@ pub(crate) fn hash(key: &str) -> Hash {
 pub(crate) async fn check(State(app): State<Shared>, request: Request, next: Next) -> Response {
     let path = request.uri().path().to_string();
     let scope = Scope::of(request.method(), &path);
-    let checked = match comes_from_here(&app, request.method(), request.headers()) {
+    let checked = match comes_from_here(&app, scope, request.method(), request.headers()) {
         Err(error) => Err(error),
         Ok(()) => match scope {
             None => Ok(None),
@@ -115,7 +117,7 @@ async fn admit(
     scope: Scope,
     key: Option<String>,
 ) -> Result<Option<Permit>, ApiError> {
-    let known = app.blocking(move |app| app.allows(scope, key.as_deref())).await?;
+    let known = app.quick(move |app| app.allows(scope, key.as_deref())).await?;
     match known {
         Some((hash, key)) if key.limits != Limits::default() => {
             app.gate.enter(hash, &key, Instant::now())?;
@@ -282,14 +284,22 @@ impl Drop for Permit {
 
 /// Refuses what a browser sends for a page of another site: such a page may not ask unless its site was allowed, nor
 /// reach a server without keys by a name that was made to lead here.
-fn comes_from_here(app: &App, method: &Method, headers: &HeaderMap) -> Result<(), ApiError> {
+fn comes_from_here(
+    app: &App,
+    scope: Option<Scope>,
+    method: &Method,
+    headers: &HeaderMap,
+) -> Result<(), ApiError> {
     let refused =
         |message: String| Err(ApiError::new(StatusCode::FORBIDDEN, "permission_error", message));
     let text = |name: header::HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
     let host = text(header::HOST);
-    if let Some(origin) = text(header::ORIGIN)
-        && *method != Method::OPTIONS
-        && !app.options.cors_origins.iter().any(|allowed| allowed == origin || allowed == "*")
+    let origin = text(header::ORIGIN);
+    let allowed = &app.options.cors_origins;
+    let is_allowed = allowed.iter().any(|it| it == "*" || Some(it.as_str()) == origin);
+    let is_checked = *method != Method::OPTIONS && !is_allowed;
+    if let Some(origin) = origin
+        && is_checked
     {
         let site = origin.split_once("://").map(|(_, site)| site);
         if site.is_none() || site != host {
@@ -298,6 +308,18 @@ fn comes_from_here(app: &App, method: &Method, headers: &HeaderMap) -> Result<()
         }
     }
     let has_keys = !app.options.api_keys.is_empty() || app.gate.is_closed();
+    // An origin isn't told of every request, and a proxy may take it away. Links may lead to the page itself.
+    if let Some(site @ ("cross-site" | "same-site")) =
+        text(header::HeaderName::from_static(FETCH_SITE))
+        && is_checked
+        && !has_keys
+        && scope.is_some()
+    {
+        return refused(format!(
+            "pages of other sites may not ask this server: {FETCH_SITE} is {site}, expected same-origin or none, or a \
+             site of --cors-origin"
+        ));
+    }
     let only_here = app.options.address.ip().is_loopback() && !has_keys;
     if only_here
         && let Some(host) = host

@@ -4,6 +4,7 @@ use crate::adapters::Adapters;
 use crate::api::health::PROBES;
 use crate::app::{App, Shared, new_id, now};
 use crate::connection::Patient;
+use crate::context::LargeTexts;
 use crate::error::ApiError;
 use crate::jobs::Jobs;
 use crate::keys::Gate;
@@ -11,7 +12,7 @@ use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::replicas::Replicas;
 use crate::store::{Store, identity};
-use crate::{api, descriptors, keys, tls, web};
+use crate::{api, app, descriptors, keys, tls, web};
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
@@ -32,7 +33,7 @@ use std::any::Any;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -100,6 +101,7 @@ impl Server {
             .worker_threads(
                 std::thread::available_parallelism().map_or(2, |cores| cores.get().min(4)),
             )
+            .max_blocking_threads(app::WAITING + app::QUICK)
             .thread_name("serve")
             .enable_all()
             .build()
@@ -115,7 +117,7 @@ impl Server {
             folder: base.folder,
             started: now(),
             longest_token: longest_token(&tokenizer),
-            large_text: Mutex::default(),
+            large_texts: LargeTexts::default(),
             tokenizer,
             variables: base.variables,
             defaults: base.defaults,
@@ -124,6 +126,8 @@ impl Server {
             grammars: grammars.ok().map(Arc::new),
             adapters: Adapters::default(),
             store,
+            waiting: Arc::new(Semaphore::new(app::WAITING)),
+            embedding: Arc::new(Semaphore::new(api::EMBEDDED_AT_ONCE)),
             merging: Arc::new(Semaphore::new(api::MERGED_AT_ONCE)),
             gate: Gate::new(!keyless),
             metrics: Metrics::new(&options.model_name),

@@ -241,9 +241,7 @@ impl Source {
         match self {
             Self::Schema(schema) => bounds::check_schema(schema),
             Self::Regex(_) => Ok(()),
-            Self::Lark(source) => {
-                bounds::schemas_in(source).try_for_each(|schema| bounds::check_schema(&schema))
-            }
+            Self::Lark(source) => bounds::check_lark(source),
         }
     }
 

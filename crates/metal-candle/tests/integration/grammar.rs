@@ -238,10 +238,14 @@ fn grammars_that_would_take_forever_are_refused() {
     let patterns: Vec<Value> =
         (0..30).map(|n| json!({"type": "string", "pattern": format!(".*{n}.*")})).collect();
     let schema = json!({"allOf": patterns});
+    // With the marker of a schema in one of its strings.
+    let marked = json!({"description": "%json", "allOf": patterns});
     let intersection: Vec<String> = (0..30).map(|n| format!("/.*{n}.*/")).collect();
     for refused in [
         grammars.json_schema(&schema),
         grammars.lark(&format!("start: \"a\" %json {schema}")),
+        grammars.lark(&format!("start: \"a\" %json {marked}")),
+        grammars.lark(&format!("start: \"%json\" %json {schema}")),
         grammars.lark(&format!("start: A\nA: {}", intersection.join(" & "))),
         grammars.json_schema(&json!({"type": "integer", "multipleOf": 1_000_003})),
         grammars.regex(&"(a?)".repeat(30_000)),

@@ -24,6 +24,9 @@ use serde_json::{Map, Value};
 /// Prompts of a request, at most, and choices of all of them.
 const MOST_PROMPTS: usize = 2048;
 const MOST_CHOICES: usize = 4096;
+/// Tokens of the prompts of all choices together, and entries of their `logit_bias`: each choice waits with a copy of both.
+const MOST_PROMPT_TOKENS: usize = 4 << 20;
+const MOST_BIASES: usize = 1 << 20;
 /// Tokens that are written where a request doesn't say.
 const USUAL_TOKENS: usize = 16;
 /// What all parts of an answer are called.
@@ -128,7 +131,8 @@ impl CompletionRequest {
             return Err(ApiError::field("max_tokens", what));
         }
         let prompts = self.prompt.each()?;
-        if prompts.is_empty() || prompts.len() * options.len() > MOST_CHOICES {
+        let choices = prompts.len() * options.len();
+        if !(1..=MOST_CHOICES).contains(&choices) {
             let what = format!(
                 "has {} prompts with {} choices each, expected 1 to {MOST_CHOICES} choices together",
                 prompts.len(),
@@ -136,10 +140,28 @@ impl CompletionRequest {
             );
             return Err(ApiError::field("prompt", what));
         }
+        let biases = options.first().map_or(0, |options| options.sampling.logit_bias.len());
+        if biases * choices > MOST_BIASES {
+            let what = format!(
+                "has {biases} entries for each of {choices} choices, expected at most {MOST_BIASES} for all of them"
+            );
+            return Err(ApiError::field("logit_bias", what));
+        }
         let (mut requests, mut lines) = (Vec::new(), Vec::new());
+        let mut prompt_tokens = 0;
         for (index, prompt) in prompts.into_iter().enumerate() {
             let (tokens, text) = read(app, prompt, &chosen.tokenizer, echo)?;
             let most = most_tokens(app, tokens.len(), self.max_tokens)?;
+            prompt_tokens += tokens.len() * options.len();
+            if prompt_tokens > MOST_PROMPT_TOKENS {
+                let what = format!(
+                    "has {prompt_tokens} tokens in {} prompts, counted once for each of {} choices, expected at most \
+                     {MOST_PROMPT_TOKENS}; ask in several requests",
+                    index + 1,
+                    options.len()
+                );
+                return Err(ApiError::field("prompt", what));
+            }
             for mut options in sampling.of_prompt(&options, index) {
                 options.continues_prompt = true;
                 options.max_tokens = most;

@@ -2,6 +2,9 @@
 //!
 //! The models here were made to write, not to compare texts, so these vectors are what such a model gives, not those of
 //! a model for embeddings. Fewer `dimensions` than the model has are the first of them, at length 1 again.
+//!
+//! A text is read in one pass, beside which nothing else is computed there and whose memory grows with it, so texts are bounded
+//! by less than the model's context, and wait for their turns without a thread.
 
 use crate::adapters::Chosen;
 use crate::app::{App, Shared};
@@ -22,6 +25,10 @@ use std::sync::Arc;
 
 /// Texts of a request, at most.
 const MOST_INPUTS: usize = 2048;
+/// Tokens of a text, at most, as OpenAI has them.
+const MOST_TOKENS: usize = 8192;
+/// Texts that are worked on at once: one is tokenised while another is computed.
+pub const AT_ONCE: usize = 2;
 
 /// The routes.
 pub fn routes() -> Router<Shared> {
@@ -111,6 +118,17 @@ async fn embed(
     State(app): State<Shared>,
     Body(request): Body<EmbeddingRequest>,
 ) -> Result<Json<Embeddings>> {
+    let most = app.options.timeout;
+    tokio::time::timeout(most, answer(&app, request)).await.unwrap_or_else(|_| {
+        let seconds = most.as_secs();
+        let message = format!(
+            "the embeddings were not computed within {seconds} s, as long as that may take; give fewer or shorter texts"
+        );
+        Err(ApiError::timed_out(message))
+    })
+}
+
+async fn answer(app: &Shared, request: EmbeddingRequest) -> Result<Json<Embeddings>> {
     app.require_whole("embedding")?;
     let hidden = app.model.config().hidden_size;
     let dimensions = request.dimensions.unwrap_or(hidden);
@@ -128,9 +146,11 @@ async fn embed(
     let mut usage = Usage::default();
     for (index, text) in texts.into_iter().enumerate() {
         let chosen = chosen.clone();
-        // One by one, so that a client that leaves ends the work.
+        // One by one, so that the work ends with the time for it, or when the client leaves.
+        let place = app.embedding.clone().acquire_owned().await.map_err(ApiError::internal)?;
         let (tokens, vector) = app
             .blocking(move |app| {
+                let _place = place;
                 let tokens = tokens(app, &chosen, index, text)?;
                 Ok((tokens.len(), vector(app, &chosen, &tokens, dimensions)?))
             })
@@ -162,10 +182,23 @@ fn tokens(app: &App, chosen: &Chosen, index: usize, text: Text) -> Result<Vec<u3
         return Err(ApiError::field(field, "is empty, expected at least one token"));
     }
     context::check(app, &field, tokens.len())?;
+    check_length(&field, tokens.len())?;
     match tokens.iter().find(|token| **token as usize >= vocabulary) {
         None => Ok(tokens),
         Some(token) => {
             let what = format!("has token {token}, but the model's vocabulary has {vocabulary}");
+            Err(ApiError::field(field, what))
+        }
+    }
+}
+
+/// That a text isn't too long for one pass.
+fn check_length(field: &str, tokens: usize) -> Result<()> {
+    match tokens <= MOST_TOKENS {
+        true => Ok(()),
+        false => {
+            let what =
+                format!("has {tokens} tokens, expected at most {MOST_TOKENS}; embed it in parts");
             Err(ApiError::field(field, what))
         }
     }
@@ -208,5 +241,13 @@ mod tests {
         let mut zeros = [0.0; 2];
         normalize(&mut zeros);
         assert_eq!(zeros, [0.0; 2]);
+    }
+
+    #[test]
+    fn a_text_is_as_long_as_one_pass_at_most() {
+        assert!(check_length("input[1]", MOST_TOKENS).is_ok());
+        let error = check_length("input[1]", MOST_TOKENS + 1).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("input[1]"));
+        assert!(error.message.contains("has 8193 tokens, expected at most 8192"), "{error:?}");
     }
 }

@@ -39,7 +39,7 @@ async fn version() -> Json<Value> {
 
 async fn metrics(State(app): State<Shared>) -> Result<impl IntoResponse> {
     let text = app
-        .blocking(|app| {
+        .quick(|app| {
             let statistics = app.replicas.statistics(PATIENCE).map_err(ApiError::internal)?;
             Ok(app.metrics.text(&statistics, app.adapters.count()))
         })

@@ -6,7 +6,7 @@ use super::stream::{Entry, archive, download};
 use crate::app::{App, Shared};
 use crate::body::{self, Body};
 use crate::error::{ApiError, Result};
-use crate::jobs::{CreateJob, tidy};
+use crate::jobs::{CreateJob, PAIRS, tidy};
 use crate::store::{Event, Job, NewJob, ORGANIZATION, Page, Purpose, Refusal, Status, Tuned};
 use axum::extract::State;
 use axum::response::Response;
@@ -153,13 +153,23 @@ async fn list(
     .await
 }
 
-/// The pairs of `metadata[KEY]=VALUE`; `None` of `metadata=null`, which asks for jobs without any.
+/// The pairs of `metadata[KEY]=VALUE`; `None` of `metadata=null`, which asks for jobs without any. A job has no more pairs than
+/// are read, and each is looked for in every job.
 fn metadata_filter(others: Pairs) -> Result<Option<Pairs>> {
-    let mut wanted = Vec::new();
+    let mut wanted = Pairs::new();
     let mut is_null = false;
     for (name, value) in others {
         let key = name.strip_prefix("metadata[").and_then(|rest| rest.strip_suffix(']'));
         match (key, name.as_str(), value.as_str()) {
+            (Some(_), ..) if wanted.len() == PAIRS => {
+                let what = format!("has more than {PAIRS} pairs, expected at most so many");
+                return Err(ApiError::field("metadata", what));
+            }
+            (Some(key), ..) if wanted.iter().any(|(other, _)| other == key) => {
+                let shown = metal_candle::readable(key);
+                let what = "is there twice, expected once";
+                return Err(ApiError::field(format!("metadata[{shown}]"), what));
+            }
             (Some(key), ..) => wanted.push((key.to_string(), value)),
             (None, "metadata", "null") => is_null = true,
             _ => return Err(unknown(&name)),
@@ -342,5 +352,13 @@ mod tests {
         ] {
             assert!(filter(wrong).is_err(), "{wrong:?}");
         }
+        let of_keys = |count: usize| {
+            let pair = |n| (format!("metadata[a{n}]"), "b".to_string());
+            metadata_filter((0..count).map(pair).collect())
+        };
+        assert_eq!(of_keys(PAIRS).unwrap().unwrap().len(), PAIRS);
+        assert_eq!(of_keys(PAIRS + 1).unwrap_err().param.as_deref(), Some("metadata"));
+        let twice = filter(&[("metadata[a]", "b"), ("metadata[a]", "b")]).unwrap_err();
+        assert_eq!(twice.param.as_deref(), Some("metadata[a]"));
     }
 }

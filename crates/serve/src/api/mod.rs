@@ -19,6 +19,7 @@ use crate::app::Shared;
 use crate::error::ApiError;
 use axum::Router;
 use axum::response::{IntoResponse, Response};
+pub use embeddings::AT_ONCE as EMBEDDED_AT_ONCE;
 pub use merged::AT_ONCE as MERGED_AT_ONCE;
 
 /// Every route.

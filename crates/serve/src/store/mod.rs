@@ -77,6 +77,10 @@ impl Store {
     /// When a living server uses it, when its database is another program's or a newer version's, when there are files
     /// without a database, and when it cannot be read or written.
     pub fn open(folder: &Path) -> Result<Self> {
+        // The lock would make one that others can read.
+        if !folder.exists() {
+            make_private(folder)?;
+        }
         let lock = FolderLock::acquire(folder)?;
         metal_candle::files::remove_folder_atomic(folder.join(TEMPORARY))?;
         metal_candle::files::remove_stale_partials(folder)?;

@@ -88,6 +88,9 @@ pub(super) const MIGRATIONS: &[&str] = &[
 /// Opens a database, which is made if it is missing, and brings it to the newest version. Others may do so meanwhile.
 pub(super) fn open(path: &Path) -> Result<Connection> {
     let mut connection = Connection::open(path).map_err(|error| told(path, &error))?;
+    // A new one has nothing in it yet.
+    #[cfg(unix)]
+    make_private(path);
     // Nothing of another program's is changed.
     let found = begin(&mut connection).map_err(|error| told(path, &error))?;
     check(path, found)?;
@@ -98,6 +101,25 @@ pub(super) fn open(path: &Path) -> Result<Connection> {
     let found = identity(&transaction).map_err(|error| told(path, &error))?;
     migrate(transaction, check(path, found)?).map_err(|error| told(path, &error))?;
     Ok(connection)
+}
+
+/// Lets only this user read a database, which SQLite makes one for all. What SQLite makes beside it later is as the database
+/// is. No file is opened for that: to close it would end the locks that SQLite has on it in this process.
+#[cfg(unix)]
+fn make_private(path: &Path) {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    for beside in ["", "-wal", "-shm"] {
+        let mut file = path.as_os_str().to_owned();
+        file.push(beside);
+        // SQLite makes and removes those beside it as it needs them.
+        let Ok(found) = fs::metadata(&file) else { continue };
+        if found.permissions().mode() & 0o077 != 0
+            && let Err(error) = fs::set_permissions(&file, fs::Permissions::from_mode(0o600))
+        {
+            tracing::warn!("{}: others can read it: {error}", Path::new(&file).display());
+        }
+    }
 }
 
 /// Whose a database is, its version, and how many tables it has.

@@ -67,6 +67,30 @@ fn a_folder_belongs_to_one_server_and_is_found_again() {
     assert_eq!(fs::read(store.file_path(&file)).unwrap(), b"{}\n");
 }
 
+#[cfg(unix)]
+#[test]
+fn nobody_else_can_read_the_folder_and_the_database() {
+    use std::os::unix::fs::PermissionsExt;
+    let (folder, store) = store();
+    let data = folder.path().join("data");
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&data), 0o700);
+    let databases = || -> BTreeSet<String> {
+        names(&data).unwrap().into_iter().filter(|name| name.starts_with(DATABASE)).collect()
+    };
+    assert!(databases().contains("server.sqlite-wal"), "{:?}", databases());
+    for name in databases() {
+        assert_eq!(mode(&data.join(&name)), 0o600, "{name}");
+    }
+    // Also that of a version before.
+    drop(store);
+    fs::set_permissions(data.join(DATABASE), fs::Permissions::from_mode(0o644)).unwrap();
+    let _store = Store::open(&data).unwrap();
+    for name in databases() {
+        assert_eq!(mode(&data.join(&name)), 0o600, "{name}");
+    }
+}
+
 #[test]
 fn other_databases_and_newer_ones_are_refused() {
     let folder = tempfile::tempdir().unwrap();

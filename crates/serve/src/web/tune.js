@@ -107,7 +107,7 @@ export class Tune extends Watching {
     }
   }
 
-  // Another model reads data in another way.
+  // Another model or method reads data in another way.
   recheck() {
     for (const row of this.rows.values()) {
       if (row.open) row.check();
@@ -138,7 +138,8 @@ export class Tune extends Watching {
       const problem = problemLine();
       region.replaceChildren(h("p.quiet", "Reading it …"), problem);
       row.model = this.choice.value;
-      const path = `/v1/files/${encodeURIComponent(id)}/check?model=${encodeURIComponent(row.model)}`;
+      const query = new URLSearchParams({ model: row.model, method: this.form.elements.type.value });
+      const path = `/v1/files/${encodeURIComponent(id)}/check?${query}`;
       const found = await attempt(problem, () => post(path), again);
       if (!found) {
         row.model = null;
@@ -163,7 +164,13 @@ export class Tune extends Watching {
     beta.hidden = true;
     const method = h(
       "select",
-      { name: "type", onchange: () => (beta.hidden = method.value !== "dpo") },
+      {
+        name: "type",
+        onchange: () => {
+          beta.hidden = method.value !== "dpo";
+          this.recheck();
+        },
+      },
       h("option", { value: "supervised" }, "Supervised: examples of good answers"),
       h("option", { value: "dpo" }, "DPO: the better of two answers"),
     );

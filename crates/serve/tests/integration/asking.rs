@@ -178,11 +178,13 @@ fn post(path: &str, body: &Value) -> String {
     )
 }
 
+/// What the answer to a request as it is sent is.
 pub fn send(request: &str) -> (u16, String) {
     send_to(SERVER.address, request)
 }
 
-fn send_to(address: SocketAddr, request: &str) -> (u16, String) {
+/// As [`send`], to another server.
+pub fn send_to(address: SocketAddr, request: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = Vec::new();

@@ -65,15 +65,19 @@ impl Hub {
     }
 
     fn options(&self, cache: PathBuf, max_bytes: u64) -> HubAdapters {
-        let hub = HubOptions {
-            cache,
-            token: None,
-            endpoint: self.endpoint.clone(),
-            offline: false,
-            timeout: Duration::from_secs(60),
-        };
-        HubAdapters { hub, max_bytes }
+        HubAdapters { max_bytes, ..options_of(&self.endpoint, cache) }
     }
+}
+
+fn options_of(endpoint: &str, cache: PathBuf) -> HubAdapters {
+    HubAdapters::new(HubOptions {
+        cache,
+        token: None,
+        endpoint: endpoint.to_string(),
+        offline: false,
+        timeout: Duration::from_secs(600),
+        list_attempts: 5,
+    })
 }
 
 fn answer(mut stream: TcpStream, hub: &Shared) -> io::Result<()> {
@@ -198,6 +202,24 @@ fn an_adapter_of_the_hub_is_downloaded_once_and_nobody_else_waits_for_it() {
     assert_eq!((status, answer["error"]["param"].as_str()), (503, Some("model")), "{answer}");
     assert!(answer["error"]["message"].as_str().unwrap().contains("HF_HUB_OFFLINE"), "{answer}");
     assert!(!answer.to_string().contains(folder.path().to_str().unwrap()), "{answer}");
+    server.stop();
+}
+
+#[test]
+fn a_hub_that_cannot_be_reached_is_said_at_once() {
+    let endpoint = {
+        // Nobody listens there any more.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        format!("http://{}", listener.local_addr().unwrap())
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let options = options_of(&endpoint, folder.path().join("hub"));
+    let server = serve_with(folder.path(), |it| it.hub_adapters = Some(options));
+    let begun = Instant::now();
+    let answer = ask(&Client::of(&server), "owner/good");
+    assert_eq!(error_of(&answer), (503, "model"), "{}", answer.1);
+    // Before it is asked a second time, 10 s would pass.
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     server.stop();
 }
 

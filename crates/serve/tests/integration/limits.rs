@@ -1,7 +1,7 @@
 //! What a server refuses, and gives up.
 
-use crate::asking::{Running, ask, begin, refused};
-use serde_json::{Value, json};
+use crate::asking::{Running, ask, begin, refused, send_to};
+use serde_json::{Map, Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::LazyLock;
@@ -52,6 +52,36 @@ fn an_answer_that_takes_too_long_is_given_up() {
     while !is_over() {
         assert!(begun.elapsed() < Duration::from_secs(60), "it is still written");
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn embeddings_that_take_too_long_are_given_up() {
+    let texts = vec![vec![5; 2000]; 512];
+    let request = json!({"model": "demo", "input": texts});
+    let key = format!("authorization: Bearer {KEY}\r\n");
+    let (head, body) = answer("POST", "/v1/embeddings", &key, &request.to_string());
+    assert!(head.starts_with("http/1.1 504 "), "{head}");
+    let error: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(error["error"]["code"], "timeout");
+}
+
+#[test]
+fn pages_of_other_sites_may_not_ask_a_server_without_keys() {
+    let server = Running::start_with(None, &[], |options| options.cors_origins = vec![SITE.into()]);
+    let status = |path: &str, headers: &str| {
+        let head = "HTTP/1.1\r\nhost: localhost\r\nconnection: close";
+        send_to(server.address(), &format!("GET {path} {head}\r\n{headers}\r\n")).0
+    };
+    for site in ["cross-site", "same-site"] {
+        let header = format!("sec-fetch-site: {site}\r\n");
+        assert_eq!(status("/v1/models", &header), 403);
+        assert_eq!(status("/v1/models", &format!("{header}origin: {SITE}\r\n")), 200);
+        // A link leads to the page.
+        assert_eq!(status("/", &header), 200);
+    }
+    for site in ["same-origin", "none"] {
+        assert_eq!(status("/v1/models", &format!("sec-fetch-site: {site}\r\n")), 200);
     }
 }
 
@@ -110,6 +140,16 @@ fn grammars_and_texts_that_are_too_large_harm_nobody() {
     let message = json!({"role": "user", "content": long});
     let request = json!({"model": "demo", "messages": [message]});
     assert_eq!(refused("/v1/chat/completions", &request), "messages");
+}
+
+#[test]
+fn choices_have_few_copies_of_their_prompt_and_options() {
+    let prompts = vec![vec![5; 2000]; 32];
+    let request = json!({"model": "demo", "prompt": prompts, "n": 128, "max_tokens": 1});
+    assert_eq!(refused("/v1/completions", &request), "prompt");
+    let biases: Map<String, Value> = (0..300).map(|token| (token.to_string(), json!(1))).collect();
+    let request = json!({"model": "demo", "prompt": vec!["a"; 32], "n": 128, "logit_bias": biases});
+    assert_eq!(refused("/v1/completions", &request), "logit_bias");
 }
 
 /// A stream that lasts for as long as somebody listens.

@@ -18,6 +18,9 @@ const MOST_ALTERNATIVES: u64 = 16 << 20;
 const MOST_WORK: u64 = 4_000_000;
 /// Different patterns for the names of properties. Each two of them are compared.
 const MOST_NAME_PATTERNS: usize = 32;
+/// What a schema follows in Lark's form, and how often it may be there.
+const MARKER: &str = "%json";
+const MOST_MARKERS: usize = 1024;
 /// Parts of an expression that are looked at.
 const LOOKED_AT: usize = 4096;
 /// What counts for an expression that is larger, and for a string's format.
@@ -173,9 +176,20 @@ fn parts(value: &Value) -> Box<dyn Iterator<Item = &Value> + '_> {
     }
 }
 
-/// The schemas within a grammar in Lark's form, where they follow `%json`.
-pub(super) fn schemas_in(source: &str) -> impl Iterator<Item = Value> + '_ {
-    source.split("%json").skip(1).filter_map(|rest| {
+/// Refuses a grammar in Lark's form that has a schema which [`check_schema`] refuses.
+pub(super) fn check_lark(source: &str) -> Result<(), String> {
+    let found = source.matches(MARKER).count();
+    if found > MOST_MARKERS {
+        return Err(format!("has {MARKER} {found} times, expected at most {MOST_MARKERS}"));
+    }
+    schemas_in(source).try_for_each(|schema| check_schema(&schema))
+}
+
+/// The schemas within a grammar in Lark's form, and what only looks like one: a marker may also stand in a schema's string, so
+/// a schema isn't cut there, or in a string of the grammar, so what can be read behind it isn't passed over.
+fn schemas_in(source: &str) -> impl Iterator<Item = Value> + '_ {
+    source.match_indices(MARKER).filter_map(|(at, _)| {
+        let rest = source.get(at + MARKER.len()..)?;
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         values.next()?.ok()
     })
@@ -372,5 +386,17 @@ mod tests {
         let source = "start: \"a\" %json {\"type\": \"string\"} | %json { \"a\": [1] }\nb: /x/";
         let found: Vec<Value> = schemas_in(source).collect();
         assert_eq!(found, [json!({"type": "string"}), json!({"a": [1]})]);
+        // Within a schema's string, and within one of the grammar.
+        let schema = json!({"description": "%json", "allOf": [{"pattern": "a"}]});
+        let found = |source: &str| schemas_in(source).any(|found| found == schema);
+        assert!(found(&format!("start: \"a\" %json {schema}")));
+        assert!(found(&format!("start: \"%json\" %json {schema}")));
+    }
+
+    #[test]
+    fn schemas_in_a_grammar_are_few() {
+        let grammar = |count: usize| format!("start: {}", "%json {} ".repeat(count));
+        assert!(check_lark(&grammar(MOST_MARKERS)).is_ok());
+        assert!(check_lark(&grammar(MOST_MARKERS + 1)).is_err());
     }
 }

@@ -81,32 +81,25 @@ fn plain(part: &mut Value) {
 }
 
 /// The messages with what the model thought, said and called in one turn as one of them.
-pub fn joined(messages: Vec<Message>) -> Vec<Message> {
-    let mut joined: Vec<Message> = Vec::new();
-    for message in messages {
-        match joined.last_mut() {
-            Some(last) if last.role() == "assistant" && message.role() == "assistant" => {
-                *last = both(last, &message);
-            }
-            _ => joined.push(message),
-        }
-    }
-    joined
+pub fn joined(messages: &[Message]) -> Vec<Message> {
+    let is_of_model = |message: &Message| message.role() == "assistant";
+    messages.chunk_by(|one, next| is_of_model(one) && is_of_model(next)).filter_map(turn).collect()
 }
 
-fn both(one: &Message, other: &Message) -> Message {
-    let text = one.text().unwrap_or_default() + &other.text().unwrap_or_default();
-    let mut message = one.clone().with("content", Value::from(text));
-    if let Some(thoughts) = other.get("reasoning_content") {
+/// The message that those of one turn are together.
+fn turn(messages: &[Message]) -> Option<Message> {
+    let [first, _, ..] = messages else { return messages.first().cloned() };
+    let text: String = messages.iter().filter_map(Message::text).collect();
+    let mut message = first.clone().with("content", Value::from(text));
+    if let Some(thoughts) = messages.iter().rev().find_map(|it| it.get("reasoning_content")) {
         message = message.with("reasoning_content", thoughts.clone());
     }
-    let calls = |message: &Message| message.get("tool_calls").and_then(Value::as_array).cloned();
-    let mut all = calls(one).unwrap_or_default();
-    all.extend(calls(other).unwrap_or_default());
-    if !all.is_empty() {
-        message = message.with("tool_calls", Value::Array(all));
+    let calls = messages.iter().filter_map(|it| it.get("tool_calls").and_then(Value::as_array));
+    let calls: Vec<Value> = calls.flatten().cloned().collect();
+    if !calls.is_empty() {
+        message = message.with("tool_calls", Value::Array(calls));
     }
-    message
+    Some(message)
 }
 
 #[cfg(test)]
@@ -114,12 +107,13 @@ mod tests {
     use super::*;
     use crate::api::chat::messages::read;
     use metal_candle::text::ChatTemplate;
+    use std::time::{Duration, Instant};
 
     fn messages(items: Value) -> Result<Vec<Message>> {
         let items: Vec<Map<String, Value>> = serde_json::from_value(items).unwrap();
         let items = items.into_iter().enumerate().map(message).collect::<Result<Vec<_>>>()?;
         let template = ChatTemplate::new("{{ messages }}", vec![], vec![], vec![]).unwrap();
-        Ok(joined(read("input", items, &template)?))
+        Ok(joined(&read("input", items, &template)?))
     }
 
     #[test]
@@ -142,6 +136,18 @@ mod tests {
         assert_eq!(read[1].get("reasoning_content"), Some(&json!("hm")));
         assert_eq!(read[1].get("tool_calls").unwrap().as_array().unwrap().len(), 2);
         assert_eq!(read[2].get("tool_call_id"), Some(&json!("call_1")));
+    }
+
+    #[test]
+    fn a_turn_of_many_items_takes_no_longer_for_each() {
+        let arguments = json!({"a": vec![0; 200]}).to_string();
+        let call = |n: usize| json!({"type": "function_call", "call_id": format!("c{n}"), "name": "f", "arguments": arguments});
+        let begun = Instant::now();
+        let read = messages((0..4000).map(call).collect()).unwrap();
+        assert_eq!(read.len(), 1);
+        assert_eq!(read[0].get("tool_calls").unwrap().as_array().unwrap().len(), 4000);
+        // It was minutes, as each was joined with all before it.
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
     }
 
     #[test]

@@ -293,7 +293,7 @@ impl ResponseRequest {
                 let items = items.into_iter().enumerate().map(input::message);
                 let items = items.collect::<Result<Vec<_>>>()?;
                 let items = messages::read(INPUT, items, template)?;
-                conversation.extend(input::joined(items));
+                conversation.extend(input::joined(&items));
             }
         }
         let format = self.text.and_then(|text| text.format).map(nested);

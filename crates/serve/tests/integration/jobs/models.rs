@@ -1,6 +1,6 @@
 //! The models that jobs make.
 
-use super::client::{Client, PATIENCE, adapter_bytes, demo, lines, model, serve};
+use super::client::{Client, PATIENCE, adapter_bytes, demo, error_of, lines, model, serve};
 use metal_candle::DType;
 use metal_candle::adapter::Adapter;
 use serde_json::{Value, json};
@@ -194,6 +194,36 @@ fn preferences_are_learned_from_a_model_that_was_made_here() {
     let told = client.told(&second);
     assert!(told.iter().any(|(_, data)| data["metrics"]["rewards/margins"].is_f64()), "{told:#?}");
     assert_ne!(adapter_bytes(folder.path(), &first), adapter_bytes(folder.path(), &second));
+
+    // What has a conversation beside the pair, as UltraFeedback has, is what the method learns from.
+    let user = json!({"role": "user", "content": "What is 1 and 1?"});
+    let answer = |text: &str| json!([user, {"role": "assistant", "content": text}]);
+    let both = json!({
+        "prompt": user["content"], "messages": answer("It is 2."), "score_chosen": 8.5,
+        "chosen": answer("It is 2."), "rejected": answer("No."),
+    });
+    let both = client.upload(&format!("{both}\n").repeat(4));
+    for (query, kind) in [
+        ("", "conversations"),
+        ("?method=supervised", "conversations"),
+        ("?method=dpo", "preference pairs"),
+    ] {
+        let (_, report) = client.post(&format!("/v1/files/{both}/check{query}"), &json!({}));
+        assert_eq!(report["kinds"], json!({ kind: 4 }), "{report}");
+    }
+    let wrong = client.post(&format!("/v1/files/{both}/check?method=kto"), &json!({}));
+    assert_eq!(error_of(&wrong), (400, "method"));
+    for kind in ["supervised", "dpo"] {
+        let method = json!({"type": kind, kind: {"hyperparameters": {"n_epochs": 1}}});
+        let request = json!({
+            "model": "demo", "training_file": both, "validation_file": both, "method": method,
+        });
+        let id = client.job(&request);
+        client.succeeded(&id);
+        let told = client.told(&id);
+        let has_margins = told.iter().any(|(_, it)| it["metrics"]["rewards/margins"].is_f64());
+        assert_eq!(has_margins, kind == "dpo", "{told:#?}");
+    }
 
     // The same data for the other method, and the other way round.
     for (file, method) in [(pairs, "supervised"), (client.upload(&lines(3)), "dpo")] {
