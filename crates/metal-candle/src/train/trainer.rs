@@ -457,7 +457,7 @@ impl<'a> Trainer<'a> {
             Some(lock) if lock.folder() == self.output => None,
             _ => Some(FolderLock::acquire(&self.output)?),
         };
-        let outcome = self.to_the_end(metrics);
+        let outcome = self.train(metrics);
         self.rest();
         let outcome = outcome?;
         let seconds = started.elapsed().as_secs_f64();
@@ -483,7 +483,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// All of a run that uses the device.
-    fn to_the_end(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
+    fn train(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
         let is_root = self.group.is_root();
         self.prepare()?;
         self.take_over()?;
