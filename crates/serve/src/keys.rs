@@ -316,8 +316,8 @@ fn comes_from_here(
         && scope.is_some()
     {
         return refused(format!(
-            "pages of other sites may not ask this server: {FETCH_SITE} is {site}, expected same-origin or none, or a \
-             site of --cors-origin"
+            "pages of other sites may not ask this server: {FETCH_SITE} is {site}, expected same-origin or none, or an \
+             origin of --cors-origin, which links don't tell, but scripts do"
         ));
     }
     let only_here = app.options.address.ip().is_loopback() && !has_keys;

@@ -462,9 +462,10 @@ fn beginning<'a>(chosen: &'a [Value], rejected: &[Value]) -> &'a [Value] {
     chosen.get(..same.min(most)).unwrap_or_default()
 }
 
-/// Whether a message has this content and nothing else.
+/// Whether a message has this content, but for spaces around it, and nothing else.
 fn says(value: &Value, text: &str) -> bool {
-    message(value.clone()).is_ok_and(|message| message.text().as_deref() == Some(text))
+    let said = |message: Message| message.text().is_some_and(|said| said.trim() == text.trim());
+    message(value.clone()).is_ok_and(said)
 }
 
 /// The prompt and the answers of two texts, or two conversations, that begin with the prompt.
@@ -604,6 +605,10 @@ fn unpacked_together<const N: usize>(values: [Value; N]) -> [Value; N] {
     values.map(|value| lists.next().flatten().unwrap_or(value))
 }
 
+/// What a message of the model may have instead of content.
+const SPEECHLESS: &[&str] =
+    &["tool_calls", "function_call", "reasoning_content", "thinking", "reasoning"];
+
 /// The list of messages that a text holds as JSON. Every item has to say who speaks and what is said, as JSON of anything
 /// else is a text: that of flights has a `from`, too.
 fn messages_in_text(value: &Value) -> Option<Value> {
@@ -617,8 +622,8 @@ fn messages_in_text(value: &Value) -> Option<Value> {
         None => item.get("from").and_then(Value::as_str).and_then(role_of_speaker).is_some(),
     };
     let is_message = |item: &Value| {
-        has_speaker(item)
-            && ["content", "value", "tool_calls"].iter().any(|key| item.get(key).is_some())
+        let mut says = ["content", "value"].iter().chain(SPEECHLESS);
+        has_speaker(item) && says.any(|key| item.get(key).is_some())
     };
     list.as_array().is_some_and(|it| !it.is_empty() && it.iter().all(is_message)).then_some(list)
 }
@@ -679,9 +684,7 @@ fn message(value: Value) -> std::result::Result<Message, String> {
     }
     // The model may only call a tool; everybody else says something.
     let speechless = is_model_role(role)
-        && ["tool_calls", "function_call", "reasoning_content", "thinking", "reasoning"]
-            .iter()
-            .any(|key| message.get(key).is_some_and(|value| !value.is_null()));
+        && SPEECHLESS.iter().any(|key| message.get(key).is_some_and(|value| !value.is_null()));
     if message.text().is_none() && !speechless {
         return Err(format!(
             "a message of role {role:?} with {} and no \"content\"",
@@ -909,8 +912,11 @@ mod tests {
         };
         assert_eq!((prompt[0].role(), completion[0].role()), ("user", "assistant"));
         let call = r#"[{"role": "assistant", "tool_calls": [{}]}]"#;
-        let record = serde_json::json!({ "prompt": user, "completion": call });
-        assert!(matches!(body(&record.to_string()), Body::ChatCompletion { .. }));
+        let older = r#"[{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]"#;
+        for call in [call, older] {
+            let record = serde_json::json!({ "prompt": user, "completion": call });
+            assert!(matches!(body(&record.to_string()), Body::ChatCompletion { .. }));
+        }
         let record = serde_json::json!({ "prompt": user, "chosen": model, "rejected": model });
         let Body::Pair { chosen, .. } = body(&record.to_string()) else { panic!("{record}") };
         assert!(matches!(*chosen, Body::ChatCompletion { .. }));

@@ -53,9 +53,12 @@ pub(super) struct State {
     pub trained_tokens: u64,
     pub skipped: u64,
     pub skipped_in_a_row: u64,
-    /// How many of them had gradients beyond f16, after each of which the loss is multiplied by less.
+    /// How many times the loss was multiplied by less as gradients went beyond f16, but for those that were taken back, and
+    /// the updates when that changed last.
     #[serde(default)]
     pub overflows: i32,
+    #[serde(default)]
+    pub rescaled_at: u64,
     /// Sums since the last report, so that the next one is the same after a resume.
     #[serde(deserialize_with = "number_or_null")]
     pub loss_sum: f64,
@@ -138,6 +141,7 @@ impl State {
             skipped: 0,
             skipped_in_a_row: 0,
             overflows: 0,
+            rescaled_at: 0,
             loss_sum: 0.0,
             loss_count: 0,
             report_tokens: 0,

@@ -33,9 +33,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// What the loss of a model in f16 is multiplied by at first, and what that is divided by when a gradient is infinite.
+/// What the loss of a model in f16 is multiplied by at first, what that is divided by when a gradient is infinite, and
+/// after how many steps without one this is taken back.
 const F16_LOSS_SCALE: f64 = 1024.0;
 const BACKOFF: f64 = 16.0;
+const GROWS_AFTER: u64 = 2000;
 
 /// Why a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -1004,12 +1006,19 @@ impl<'a> Trainer<'a> {
             None
         };
         if skipped.is_some() {
-            self.state.overflows += i32::from(loss.is_finite() && self.loss_scale() > 1.0);
+            if loss.is_finite() && self.loss_scale() > 1.0 {
+                self.state.overflows += 1;
+                self.state.rescaled_at = self.state.updates;
+            }
             self.state.skipped += 1;
             self.state.skipped_in_a_row += 1;
             return Ok(Step { tokens, processed, norm, skipped });
         }
         self.state.updates += 1;
+        if self.state.overflows > 0 && self.state.updates >= self.state.rescaled_at + GROWS_AFTER {
+            self.state.overflows -= 1;
+            self.state.rescaled_at = self.state.updates;
+        }
         self.state.skipped_in_a_row = 0;
         self.state.loss_sum += loss;
         self.state.loss_count += count as u64;

@@ -88,12 +88,12 @@ pub(super) const MIGRATIONS: &[&str] = &[
 /// Opens a database, which is made if it is missing, and brings it to the newest version. Others may do so meanwhile.
 pub(super) fn open(path: &Path) -> Result<Connection> {
     let mut connection = Connection::open(path).map_err(|error| told(path, &error))?;
-    // A new one has nothing in it yet.
-    #[cfg(unix)]
-    make_private(path);
     // Nothing of another program's is changed.
     let found = begin(&mut connection).map_err(|error| told(path, &error))?;
     check(path, found)?;
+    // A new one has nothing in it yet.
+    #[cfg(unix)]
+    make_private(path);
     set_up(&connection).map_err(|error| told(path, &error))?;
     let transaction = connection
         .transaction_with_behavior(TransactionBehavior::Immediate)
@@ -116,6 +116,7 @@ fn make_private(path: &Path) {
         let Ok(found) = fs::metadata(&file) else { continue };
         if found.permissions().mode() & 0o077 != 0
             && let Err(error) = fs::set_permissions(&file, fs::Permissions::from_mode(0o600))
+            && error.kind() != std::io::ErrorKind::NotFound
         {
             tracing::warn!("{}: others can read it: {error}", Path::new(&file).display());
         }

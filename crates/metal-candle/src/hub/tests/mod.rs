@@ -18,6 +18,9 @@ use crate::{Error, Result};
 /// Where attempts fail. Any answer of this machine comes faster.
 const PATIENCE: Duration = Duration::from_millis(500);
 
+/// What a server that answers keeps to also on a machine that stalls.
+const UNHURRIED: Duration = Duration::from_secs(2);
+
 fn options(cache: &Path, endpoint: &str) -> HubOptions {
     HubOptions {
         cache: cache.to_path_buf(),

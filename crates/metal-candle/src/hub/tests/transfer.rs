@@ -277,13 +277,14 @@ fn the_list_of_files_is_asked_for_again_when_the_hub_says() {
 fn a_wait_that_is_too_long_ends_at_once() {
     let server = Server::new(&model(b"the weights"));
     let cache = tempfile::tempdir().unwrap();
-    let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &server.endpoint) };
+    let options = HubOptions { timeout: UNHURRIED, ..options(cache.path(), &server.endpoint) };
     for (status, headers) in
         [(429, "RateLimit: \"api\";r=0;t=55\r\n"), (503, "Retry-After: 55\r\n")]
     {
         server.change(|state| state.refusals = vec![(status, headers)]);
         let message = refusal(&options);
-        let said = format!("status {status} and asks to wait for 55 s; 55 s are more than the 5 s");
+        let said =
+            format!("status {status} and asks to wait for 55 s; 55 s are more than the 20 s");
         assert!(message.contains(&said), "{message}");
         assert_eq!(server.requests().len(), 1);
     }
@@ -294,7 +295,7 @@ fn what_another_server_refuses_for_good_is_not_asked_for_again() {
     let files = model(b"the weights");
     let (hub, mirror) = (Server::new(&files), Server::new(&files));
     let cache = tempfile::tempdir().unwrap();
-    let options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &hub.endpoint) };
+    let options = HubOptions { timeout: UNHURRIED, ..options(cache.path(), &hub.endpoint) };
     let folder = fetch(&options).unwrap();
     hub.change(|state| state.list_moved = Some(mirror.endpoint.clone()));
     let elsewhere = tempfile::tempdir().unwrap();
