@@ -29,7 +29,8 @@ pub struct Handle {
 
 /// What a handle and an answer tell the engine. A ticket is the number of a request before it has one there.
 enum Command {
-    Submit(Vec<(u64, Request, Listener)>),
+    /// With the ticket of the first; the others have those that follow.
+    Submit(u64, Vec<(Request, Listener)>),
     Cancel(u64),
     Statistics(Sender<Statistics>),
 }
@@ -139,13 +140,11 @@ impl Handle {
     where
         E: FnMut(Event) -> bool + Send + 'static,
     {
-        let requests: Vec<_> = requests.into_iter().collect();
+        let listened = |(request, events)| (request, Box::new(events) as Listener);
+        let requests: Vec<_> = requests.into_iter().map(listened).collect();
         let count = requests.len() as u64;
         let first = self.tickets.fetch_add(count, Ordering::Relaxed);
-        let numbered = (first..).zip(requests);
-        let numbered = numbered
-            .map(|(number, (request, events))| (number, request, Box::new(events) as Listener));
-        let _ = self.sender.send(Command::Submit(numbered.collect()));
+        let _ = self.sender.send(Command::Submit(first, requests));
         first..first + count
     }
 
@@ -294,8 +293,8 @@ impl Thread<'_> {
 
     fn take(&mut self, command: Command) {
         match command {
-            Command::Submit(requests) => {
-                for (ticket, request, mut caller) in requests {
+            Command::Submit(first, requests) => {
+                for (ticket, (request, mut caller)) in (first..).zip(requests) {
                     match self.engine.submit(request) {
                         Ok(id) => {
                             self.callers.insert(id, (ticket, caller));
@@ -354,9 +353,9 @@ mod tests {
                 let listener = move |event: Event| {
                     matches!(event, Event::Failed(_)) && sender.send(ticket).is_ok()
                 };
-                (ticket, request, Box::new(listener) as Listener)
+                (request, Box::new(listener) as Listener)
             };
-            thread.take(Command::Submit(tickets.map(of).collect()));
+            thread.take(Command::Submit(first, tickets.map(of).collect()));
             thread.engine.statistics().waiting
         };
         assert_eq!(submit(0..3), 3);

@@ -60,8 +60,9 @@ pub struct EngineOptions {
     /// Requests that wait, at most, but for those that follow others ([`Request::follows`]).
     pub max_waiting: usize,
     /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory, half of what
-    /// a Mac's may take, or a quarter of the machine's, but no more than all texts at once can have. Where layers differ in their windows,
-    /// those that see less keep what they see of the texts at once; with a draft model, all keep everything.
+    /// a Mac's may take, or a quarter of the machine's, but no more than all texts at once can have. Where layers
+    /// differ in their windows, those that see less keep what they see of the texts at once; with a draft model, all
+    /// keep everything.
     pub cache_tokens: Option<usize>,
     /// How those keys and values are kept.
     pub cache_dtype: CacheDtype,

@@ -36,7 +36,7 @@ pub(crate) struct Penalties {
     frequency: f64,
     /// By ascending ids.
     entries: Vec<Entry>,
-    /// The tokens that the repetition penalty looks at, where it doesn't look at all.
+    /// The tokens that the repetition penalty looks at, where those are only the last ones.
     window: VecDeque<u32>,
 }
 

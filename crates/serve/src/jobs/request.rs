@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
+/// Pairs of a job's metadata, at most.
 pub(crate) const PAIRS: usize = 16;
 const KEY: usize = 64;
 const VALUE: usize = 512;
