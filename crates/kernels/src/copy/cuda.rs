@@ -2,6 +2,7 @@
 
 use crate::backend::cuda::Cuda;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2,
 };
@@ -38,6 +39,16 @@ pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> 
     let size = from.dtype.size_in_bytes();
     let inner = size * whole.dims()[dim + 1..].iter().product::<usize>();
     let width = inner * part.dim(dim)?;
+    let height = whole.dims()[..dim].iter().product();
+    let target = to.pointer + (inner * start) as u64;
+    cuda.stream.context().bind_to_thread().w()?;
+    // Rows of 2 GiB or more are beyond what has a pitch.
+    if height == 1 {
+        // SAFETY: the part has so many bytes, and fits into the whole, which both live on.
+        return unsafe {
+            memcpy_dtod_async(target, from.pointer, width, cuda.stream.cu_stream()).w()
+        };
+    }
     let device = CUmemorytype::CU_MEMORYTYPE_DEVICE;
     let copy = CUDA_MEMCPY2D {
         srcXInBytes: 0,
@@ -51,13 +62,12 @@ pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> 
         dstY: 0,
         dstMemoryType: device,
         dstHost: std::ptr::null_mut(),
-        dstDevice: to.pointer + (inner * start) as u64,
+        dstDevice: target,
         dstArray: std::ptr::null_mut(),
         dstPitch: inner * whole.dim(dim)?,
         WidthInBytes: width,
-        Height: whole.dims()[..dim].iter().product(),
+        Height: height,
     };
-    cuda.stream.context().bind_to_thread().w()?;
     // SAFETY: the part has so many rows of `width` bytes, and fits into the whole, which both live on.
     unsafe { cuMemcpy2DAsync_v2(&copy, cuda.stream.cu_stream()) }.result().w()
 }

@@ -81,6 +81,19 @@ fn cuda_writes_no_row_beyond_the_pools() {
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_writes_parts_of_more_than_two_gibibytes() {
+    let device = cuda();
+    let count = (1 << 29) + 5;
+    let part = Tensor::ones(count, DType::F32, &device).unwrap();
+    let whole = Tensor::zeros(count + 2, DType::F32, &device).unwrap();
+    write(&whole, &part, 0, 1).unwrap();
+    let numbers = |start| whole.narrow(0, start, 3).unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!([numbers(0), numbers(count - 1)], [[0.0, 1.0, 1.0], [1.0, 1.0, 0.0]]);
+}
+
 #[test]
 fn what_does_not_fit_is_named() {
     let (whole, part) = (random(&[2, 5], 1), random(&[2, 3], 2));

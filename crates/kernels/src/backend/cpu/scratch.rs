@@ -22,13 +22,41 @@ struct Line {
 // SAFETY: they are bytes.
 unsafe impl Plain for Line {}
 
-thread_local! {
-    /// By size.
-    static BUFFERS: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+/// What a thread keeps.
+struct Buffers {
+    by_size: Vec<Vec<Line>>,
+    /// Of all of them.
+    bytes: usize,
 }
 
-fn bytes(lines: &[Line]) -> usize {
-    size_of_val(lines)
+thread_local! {
+    static BUFFERS: RefCell<Buffers> = const { RefCell::new(Buffers { by_size: Vec::new(), bytes: 0 }) };
+}
+
+impl Buffers {
+    /// The smallest that is large enough.
+    fn take(&mut self, lines: usize) -> Option<Vec<Line>> {
+        let index = self.by_size.partition_point(|kept| kept.len() < lines);
+        (index < self.by_size.len()).then(|| self.remove(index))
+    }
+
+    fn remove(&mut self, index: usize) -> Vec<Line> {
+        let lines = self.by_size.remove(index);
+        self.bytes -= size_of_val(&lines[..]);
+        lines
+    }
+
+    fn keep(&mut self, lines: Vec<Line>) {
+        self.bytes += size_of_val(&lines[..]);
+        let index = self.by_size.partition_point(|kept| kept.len() < lines.len());
+        self.by_size.insert(index, lines);
+        while self.by_size.len() > KEPT {
+            self.remove(0);
+        }
+        while self.bytes > KEPT_BYTES {
+            self.remove(self.by_size.len() - 1);
+        }
+    }
 }
 
 /// Numbers in working memory, aligned to 64 bytes, with whatever was left there: see [`unwritten`].
@@ -41,10 +69,7 @@ pub(crate) struct Scratch<A> {
 impl<A: Plain> Scratch<A> {
     pub(crate) fn new(count: usize) -> Self {
         let needed = (count * size_of::<A>()).div_ceil(64);
-        let kept = BUFFERS.with_borrow_mut(|buffers| {
-            let index = buffers.partition_point(|lines| lines.len() < needed);
-            (index < buffers.len()).then(|| buffers.remove(index))
-        });
+        let kept = BUFFERS.with_borrow_mut(|buffers| buffers.take(needed));
         let lines = kept.unwrap_or_else(|| unwritten(needed));
         let mut scratch = Scratch { lines, count, element: PhantomData };
         spoil(&mut scratch);
@@ -79,18 +104,7 @@ impl<A> Drop for Scratch<A> {
     fn drop(&mut self) {
         let lines = std::mem::take(&mut self.lines);
         // At the end of a thread there may be nowhere to keep it.
-        let _ = BUFFERS.try_with(|buffers| {
-            let mut buffers = buffers.borrow_mut();
-            let index = buffers.partition_point(|kept| kept.len() < lines.len());
-            buffers.insert(index, lines);
-            while buffers.len() > KEPT {
-                buffers.remove(0);
-            }
-            let mut total: usize = buffers.iter().map(|lines| bytes(lines)).sum();
-            while total > KEPT_BYTES {
-                total -= buffers.pop().map_or(total, |lines| bytes(&lines));
-            }
-        });
+        let _ = BUFFERS.try_with(|buffers| buffers.borrow_mut().keep(lines));
     }
 }
 
