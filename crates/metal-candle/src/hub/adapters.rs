@@ -46,7 +46,11 @@ pub fn resolve_adapter_with(
         return Err(Error::option("revision", message));
     }
     let repository = Repository { kind: Kind::Adapter, id, revision, options };
-    repository.resolve(|| cached(&repository), || fetch(&repository, most, progress))
+    repository.resolve(
+        |name| BESIDE.contains(&name),
+        || cached(&repository),
+        || fetch(&repository, most, progress),
+    )
 }
 
 /// The snapshot in the cache, or what is missing of it.
@@ -70,7 +74,7 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(false, || cached(repository).is_ok())?;
+    let listing = client.list(|| cached(repository).is_ok())?;
     let has = |name: &&str| listing.files.iter().any(|file| file.name == *name);
     let endpoint = &repository.options.endpoint;
     if !has(&ADAPTER_CONFIG) {
@@ -84,7 +88,7 @@ fn fetch(
              can be used"
         )));
     };
-    // The weights are the last: whoever finds them in the cache finds all.
+    // The weights are the last: whoever finds them in the cache finds all that was downloaded here.
     let wanted: Vec<&str> = std::iter::once(ADAPTER_CONFIG)
         .chain(BESIDE.into_iter().filter(has))
         .chain([weights])
@@ -96,6 +100,7 @@ fn fetch(
         let path = client.fetch_within(left, &listing.commit, file, &mut tell)?;
         left = left.saturating_sub(length(&path).unwrap_or(0));
     }
+    repository.remember_files(&listing);
     repository.refer_to(&listing.commit).map_err(Failure::Final)?;
     Ok(repository.snapshot(&listing.commit))
 }

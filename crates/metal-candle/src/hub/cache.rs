@@ -5,6 +5,7 @@
 //!                            /blobs/<etag>                 the content of a file
 //!                            /blobs/<etag>.incomplete      as much of it as has arrived
 //!                            /snapshots/<commit>/<file>    a link to it
+//!                            /trees/<commit>.json          which files the commit has
 //! <cache>/.locks/models--owner--name/<etag>.lock           held by who downloads it
 //! ```
 //!
@@ -15,9 +16,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::HubOptions;
-use super::names::is_commit;
-use super::transfer::Failure;
+use super::names::{is_commit, is_path};
+use super::transfer::{Failure, Listing};
 use crate::{Error, HubFault, Result, files};
 
 /// How often a lock is tried that another process holds.
@@ -134,21 +137,86 @@ impl Repository<'_> {
         files::write_bytes_atomic(&reference, commit)
     }
 
-    /// What the cache or the hub gives: the cache alone for a commit, which never changes, and when
-    /// the options say offline; otherwise the hub, for which the cache stands in when it cannot be
-    /// reached.
+    /// Where the list of a commit's files is.
+    fn list_path(&self, commit: &str) -> PathBuf {
+        self.folder().join("trees").join(format!("{commit}.json"))
+    }
+
+    /// The names of the commit's files, if the list of them is in the cache.
+    pub(super) fn known_files(&self, commit: &str) -> Option<Vec<String>> {
+        let list: serde_json::Value = files::read_json(self.list_path(commit)).ok()?;
+        let list = list.get("files")?.as_object()?;
+        Some(list.keys().filter(|name| is_path(name)).cloned().collect())
+    }
+
+    /// Keeps the list of the commit's files, in huggingface_hub's form, where the hub told enough of
+    /// them for that. A cache that can't be written to is used without: the hub is asked again.
+    pub(super) fn remember_files(&self, listing: &Listing) {
+        let path = self.list_path(&listing.commit);
+        let mut list = serde_json::Map::new();
+        for file in &listing.files {
+            let (Some(size), Some(blob)) = (file.size, &file.blob) else { return };
+            let mut entry = json!({ "size": size, "blob_id": blob });
+            if let (Some(lfs), Some(entry)) = (&file.lfs, entry.as_object_mut()) {
+                entry.insert("lfs_sha256".into(), json!(lfs.sha256));
+                entry.insert("lfs_size".into(), json!(lfs.size));
+            }
+            list.insert(file.name.clone(), entry);
+        }
+        if path.exists() {
+            return;
+        }
+        let parent = path.parent().unwrap_or(&path);
+        let list = json!({ "format_version": 1, "files": list }).to_string();
+        let kept = fs::create_dir_all(parent)
+            .map_err(Error::io(parent))
+            .and_then(|()| files::write_bytes_atomic(&path, list));
+        if let Err(error) = kept {
+            tracing::debug!("{}: the list of its files is not kept: {error}", self.id);
+        }
+    }
+
+    /// Those of the files `beside` what nobody can do without that the snapshot in the cache lacks; `None` where it isn't
+    /// known which there are.
+    fn absent(&self, beside: impl Fn(&str) -> bool) -> Option<Vec<String>> {
+        let (commit, snapshot) = self.cached_snapshot().ok()?;
+        let mut names = self.known_files(&commit)?;
+        names.retain(|name| beside(name) && !snapshot.join(name).exists());
+        Some(names)
+    }
+
+    /// What the cache or the hub gives: the cache alone when the options say offline, and for a
+    /// commit, which never changes, when the cache has all of it; otherwise the hub, for which the cache
+    /// stands in when it cannot be reached or refuses access.
+    ///
+    /// `cached` gives what is there once nothing is missing that nobody can do without. `beside` says which other files are
+    /// wanted where the repository has them: another program may have left them out.
     pub(super) fn resolve<T>(
         &self,
+        beside: impl Fn(&str) -> bool,
         cached: impl Fn() -> Result<T, String>,
         fetch: impl FnOnce() -> Result<T, Failure>,
     ) -> Result<T> {
+        let cached_as_it_is = || -> Result<T, String> {
+            let found = cached()?;
+            let absent = self.absent(&beside).unwrap_or_default();
+            if !absent.is_empty() {
+                tracing::warn!(
+                    "{}: the cache lacks {}, which the repository has; going on without",
+                    self.id,
+                    absent.join(", ")
+                );
+            }
+            Ok(found)
+        };
         if self.options.offline {
-            return cached().map_err(|missing| {
+            return cached_as_it_is().map_err(|missing| {
                 let message = format!("{missing}; HF_HUB_OFFLINE is set, so nothing is downloaded");
                 self.error_of(HubFault::Unreachable, message)
             });
         }
         if is_commit(self.revision)
+            && self.absent(&beside).is_some_and(|absent| absent.is_empty())
             && let Ok(found) = cached()
         {
             return Ok(found);
@@ -156,7 +224,14 @@ impl Repository<'_> {
         match fetch() {
             Ok(found) => Ok(found),
             Err(Failure::Final(error)) => Err(error),
-            Err(Failure::Network { reason, .. }) => match cached() {
+            Err(Failure::Refused(reason)) => match cached_as_it_is() {
+                Ok(found) => {
+                    tracing::warn!("{}: {reason}; using what was downloaded before", self.id);
+                    Ok(found)
+                }
+                Err(_) => Err(self.error_of(HubFault::NotFound, reason)),
+            },
+            Err(Failure::Network { reason, .. }) => match cached_as_it_is() {
                 Ok(found) => {
                     tracing::warn!("{}: {reason}; using what was downloaded before", self.id);
                     Ok(found)

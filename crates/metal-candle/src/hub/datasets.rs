@@ -4,12 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::json;
-
 use super::cache::{Kind, Repository};
 use super::layout::{self, CONVERTED, Splits};
-use super::names::{is_id, is_path, is_revision};
-use super::transfer::{Client, Failure, Listing};
+use super::names::{is_id, is_revision};
+use super::transfer::{Client, Failure};
 use super::{Download, HubOptions};
 use crate::{Error, Result, files};
 
@@ -94,13 +92,18 @@ pub fn resolve_dataset_with(
         ));
     }
     let repository = Repository { kind: Kind::Dataset, id, revision, options };
-    repository.resolve(|| cached(&repository, choice), || fetch(&repository, choice, progress))
+    // Which files are wanted, and so all that may be missing, is known where the list of them is.
+    repository.resolve(
+        |_| false,
+        || cached(&repository, choice),
+        || fetch(&repository, choice, progress),
+    )
 }
 
 /// The complete files in the cache, or what is missing of them.
 fn cached(repository: &Repository, choice: &DatasetChoice) -> Result<DatasetFiles, String> {
     let (commit, snapshot) = repository.cached_snapshot()?;
-    let known = known_files(repository, &commit);
+    let known = repository.known_files(&commit);
     let is_known = known.is_some();
     let listed = match known {
         Some(files) => files,
@@ -158,7 +161,7 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<DatasetFiles, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(true, || cached(repository, choice).is_ok())?;
+    let listing = client.list(|| cached(repository, choice).is_ok())?;
     let commit = &listing.commit;
     let names = listing.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>();
     let cards = CARDS
@@ -174,11 +177,8 @@ fn fetch(
             progress(Download { file, index, files: wanted.len(), bytes, total });
         })?;
     }
-    let keep = || {
-        remember_files(repository, &listing)?;
-        repository.refer_to(commit)
-    };
-    keep().map_err(Failure::Final)?;
+    repository.remember_files(&listing);
+    repository.refer_to(commit).map_err(Failure::Final)?;
     Ok(found(commit.clone(), config, &splits, &repository.snapshot(commit)))
 }
 
@@ -248,40 +248,6 @@ fn absent_shards(splits: &Splits) -> Vec<String> {
         }
     }
     absent.into_iter().collect()
-}
-
-/// Where huggingface_hub keeps the list of a commit's files.
-fn list_path(repository: &Repository, commit: &str) -> PathBuf {
-    repository.folder().join("trees").join(format!("{commit}.json"))
-}
-
-/// The names of the commit's files, if the list of them is in the cache.
-fn known_files(repository: &Repository, commit: &str) -> Option<Vec<String>> {
-    let list: serde_json::Value = files::read_json(list_path(repository, commit)).ok()?;
-    let list = list.get("files")?.as_object()?;
-    Some(list.keys().filter(|name| is_path(name)).cloned().collect())
-}
-
-/// Keeps the list of the commit's files, in huggingface_hub's form, where the hub told enough of
-/// them for that.
-fn remember_files(repository: &Repository, listing: &Listing) -> Result<()> {
-    let path = list_path(repository, &listing.commit);
-    let mut list = serde_json::Map::new();
-    for file in &listing.files {
-        let (Some(size), Some(blob)) = (file.size, &file.blob) else { return Ok(()) };
-        let mut entry = json!({ "size": size, "blob_id": blob });
-        if let (Some(lfs), Some(entry)) = (&file.lfs, entry.as_object_mut()) {
-            entry.insert("lfs_sha256".into(), json!(lfs.sha256));
-            entry.insert("lfs_size".into(), json!(lfs.size));
-        }
-        list.insert(file.name.clone(), entry);
-    }
-    if path.exists() {
-        return Ok(());
-    }
-    let parent = path.parent().unwrap_or(&path);
-    fs::create_dir_all(parent).map_err(Error::io(parent))?;
-    files::write_bytes_atomic(&path, json!({ "format_version": 1, "files": list }).to_string())
 }
 
 /// The files below a folder, with `/` between the parts of their names.

@@ -9,8 +9,8 @@
 //!
 //! The token goes to the endpoint's scheme, host and port alone, wherever that redirects to.
 //!
-//! The file of the revision is written last. Without a network, what the cache has complete is
-//! used.
+//! The file of the revision is written last. Where the hub can't be reached or refuses access, what the
+//! cache has is used, with a warning, if there is all that nobody can do without.
 
 mod adapters;
 mod cache;

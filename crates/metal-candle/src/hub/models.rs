@@ -100,7 +100,11 @@ fn resolve_needed(
         ));
     }
     let repository = Repository { kind: Kind::Model, id: model, revision, options };
-    repository.resolve(|| cached(&repository, needed), || fetch(&repository, needed, progress))
+    repository.resolve(
+        |name| needed == Needed::All && is_companion(name),
+        || cached(&repository, needed),
+        || fetch(&repository, needed, progress),
+    )
 }
 
 /// The snapshot of the revision in the cache with what is needed, or what is missing of it.
@@ -124,8 +128,8 @@ fn fetch(
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list(false, || cached(repository, needed).is_ok())?;
-    let available = listing.files.into_iter().map(|file| file.name).collect();
+    let listing = client.list(|| cached(repository, needed).is_ok())?;
+    let available = listing.files.iter().map(|file| file.name.clone()).collect();
     let snapshot = repository.snapshot(&listing.commit);
 
     let mut wanted = wanted(repository, &available)?;
@@ -152,6 +156,7 @@ fn fetch(
             wanted.extend(shards);
         }
     }
+    repository.remember_files(&listing);
     // The revision goes on naming what is in the cache as a whole.
     if needed == Needed::All {
         repository.refer_to(&listing.commit).map_err(Failure::Final)?;

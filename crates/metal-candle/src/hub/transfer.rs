@@ -42,6 +42,9 @@ pub(super) enum Failure {
         /// Whether another attempt may come to something else.
         may_pass: bool,
     },
+    /// The hub has no such repository for who asks: it is gone, private or gated, or the token is none any more. For this
+    /// the cache may stand in, too. What happened, as a sentence without its full stop.
+    Refused(String),
     /// Anything else.
     Final(Error),
 }
@@ -63,7 +66,7 @@ pub(super) struct Listing {
     pub(super) files: Vec<Listed>,
 }
 
-/// A file in a [`Listing`]. Only its name is given unless more was asked for.
+/// A file in a [`Listing`]. Of some hubs only its name is given.
 #[derive(Deserialize)]
 pub(super) struct Listed {
     #[serde(rename = "rfilename")]
@@ -233,15 +236,11 @@ impl<'a> Client<'a> {
         Ok(Self { agent, repository, origin })
     }
 
-    /// The repository's commit and files; with their sizes and hashes if `details`. It is asked for
+    /// The repository's commit and files, with their sizes and hashes where the hub tells them. It is asked for
     /// again, as often as the options say, where the cache has nothing to use instead.
-    pub(super) fn list(
-        &self,
-        details: bool,
-        is_cached: impl FnOnce() -> bool,
-    ) -> Result<Listing, Failure> {
+    pub(super) fn list(&self, is_cached: impl FnOnce() -> bool) -> Result<Listing, Failure> {
         let attempts = self.repository.options.list_attempts;
-        let first = self.list_once(details);
+        let first = self.list_once();
         let may_pass = matches!(first, Err(Failure::Network { may_pass: true, .. }));
         if !may_pass || attempts <= 1 || is_cached() {
             return first;
@@ -249,16 +248,16 @@ impl<'a> Client<'a> {
         let mut first = Some(first);
         self.persist("the list of its files", attempts, |_| match first.take() {
             Some(first) => first,
-            None => self.list_once(details),
+            None => self.list_once(),
         })
     }
 
-    fn list_once(&self, details: bool) -> Result<Listing, Failure> {
+    fn list_once(&self) -> Result<Listing, Failure> {
         let Repository { kind, id, revision, options } = self.repository;
         let endpoint = &options.endpoint;
         let revision = names::escape(revision, false);
-        let query = if details { "?blobs=true" } else { "" };
-        let address = format!("{endpoint}/api/{}/{id}/revision/{revision}{query}", kind.plural());
+        let address =
+            format!("{endpoint}/api/{}/{id}/revision/{revision}?blobs=true", kind.plural());
         let mut answer = self.ask(Method::GET, &address, &[])?;
         if answer.status() != 200 {
             return Err(self.refusal(&answer, None));
@@ -641,11 +640,11 @@ impl<'a> Client<'a> {
             Kind::Model | Kind::Dataset => ", and no folder of this name here",
         };
         match status {
-            401 if file.is_none() && code != "GatedRepo" => failure(format!(
+            401 if file.is_none() && code != "GatedRepo" => Failure::Refused(format!(
                 "{endpoint} refused access (status 401): the {noun} does not exist under this id, or \
                  it is private or gated and {token}"
             )),
-            401 | 403 => failure(format!(
+            401 | 403 => Failure::Refused(format!(
                 "{endpoint} refused access{what} (status {status}): the {noun} is private or gated; \
                  accept its terms on its page there. {token}"
             )),
@@ -654,7 +653,7 @@ impl<'a> Client<'a> {
             }
             404 => match file {
                 Some(file) => failure(format!("{endpoint} does not have its file {file}")),
-                None => failure(format!(
+                None => Failure::Refused(format!(
                     "there is no {noun} of this id at {endpoint} (revision {revision}){here}"
                 )),
             },

@@ -45,6 +45,23 @@ fn an_adapter_is_downloaded_once_and_used_without_a_network_after() {
 }
 
 #[test]
+fn a_pinned_adapter_gets_its_chat_template_where_another_program_left_that_out() {
+    let server = Server::new(&ADAPTER);
+    let cache = tempfile::tempdir().unwrap();
+    let snapshot = cache.path().join("models--owner--name").join("snapshots").join(COMMIT);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::write(snapshot.join("adapter_config.json"), "{}").unwrap();
+    fs::write(snapshot.join("adapter_model.safetensors"), "the weights").unwrap();
+    let options = options(cache.path(), &server.endpoint);
+    let pinned = || resolve_adapter_with("owner/name", Some(COMMIT), 20, &options, &mut |_| {});
+    assert_eq!(pinned().unwrap(), snapshot);
+    assert_eq!(fs::read(snapshot.join("chat_template.jinja")).unwrap(), b"{{ x }}");
+    server.requests();
+    assert_eq!(pinned().unwrap(), snapshot);
+    assert!(server.requests().is_empty());
+}
+
+#[test]
 fn what_is_no_adapter_or_not_to_be_had_is_said() {
     let server = Server::new(&ADAPTER);
     let cache = tempfile::tempdir().unwrap();

@@ -104,6 +104,25 @@ fn a_cache_without_a_list_of_files_is_used_when_its_shards_are_complete() {
 }
 
 #[test]
+fn a_pinned_commit_without_a_list_of_files_is_completed() {
+    let server = Server::new(&FILES);
+    let cache = tempfile::tempdir().unwrap();
+    let options = options(cache.path(), &server.endpoint);
+    let snapshot = cache.path().join(FOLDER).join("snapshots").join(COMMIT);
+    fs::create_dir_all(snapshot.join("en")).unwrap();
+    fs::write(snapshot.join("README.md"), CARD).unwrap();
+    fs::write(snapshot.join("en/test.parquet"), "3").unwrap();
+    fs::write(snapshot.join("en/train-x.parquet"), "another's").unwrap();
+    let all = |splits: &[&str]| Ok(splits.iter().map(|split| split.to_string()).collect());
+    let choice = DatasetChoice { config: Some("en"), revision: Some(COMMIT), splits: &all };
+    let found = || resolve_dataset_with("owner/name", &choice, &options, &mut |_| {}).unwrap();
+    assert_eq!(found().splits["train"].len(), 2);
+    server.requests();
+    assert_eq!(found().splits["train"].len(), 2);
+    assert!(server.requests().is_empty());
+}
+
+#[test]
 fn names_that_lead_out_of_the_cache_are_no_files_of_a_data_set() {
     let server =
         Server::new(&[("../../../../train.jsonl", b"{}"), ("x/\u{1b}[2J/train.jsonl", b"{}")]);

@@ -183,6 +183,68 @@ fn refusals_say_what_to_do() {
 }
 
 #[test]
+fn what_was_downloaded_before_is_used_where_access_is_refused() {
+    let server = Server::new(&MODEL);
+    let cache = tempfile::tempdir().unwrap();
+    let options = options(cache.path(), &server.endpoint);
+    let folder = fetch(&options).unwrap();
+    for status in [401, 403, 404] {
+        server.change(|state| state.status.0 = status);
+        assert_eq!(fetch(&options).unwrap(), folder, "{status}");
+    }
+    // A gated model shows its new commit, and not its files.
+    server.change(|state| {
+        state.commit = OTHER.into();
+        state.status = (200, 403);
+    });
+    assert_eq!(fetch(&options).unwrap(), folder);
+    // What the hub knows and doesn't have isn't what is in the cache.
+    server.change(|state| state.status = (200, 404));
+    assert!(refusal(&options).contains("does not have its file config.json"));
+    server.change(|state| {
+        state.status.0 = 404;
+        state.error_code = "RevisionNotFound";
+    });
+    assert!(refusal(&options).contains("no revision \"main\""));
+    // And what is only a part is no model.
+    server.change(|state| {
+        state.status.0 = 401;
+        state.error_code = "";
+    });
+    fs::remove_file(folder.join("model.safetensors")).unwrap();
+    assert!(refusal(&options).contains("refused access"));
+}
+
+#[test]
+fn a_pinned_commit_gets_what_another_program_left_out_of_the_cache() {
+    let server = Server::new(&MODEL);
+    let pinned =
+        |options: &HubOptions| resolve_with("owner/name", Some(COMMIT), options, &mut |_| {});
+    // Servers that say less of the files give no list to keep.
+    for has_hashes in [true, false] {
+        server.change(|state| state.has_hashes = has_hashes);
+        let cache = tempfile::tempdir().unwrap();
+        let snapshot = cache.path().join("models--owner--name").join("snapshots").join(COMMIT);
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::write(snapshot.join("config.json"), "{}").unwrap();
+        fs::write(snapshot.join("model.safetensors"), "x").unwrap();
+        let options = options(cache.path(), &server.endpoint);
+        let silent = HubOptions { endpoint: nowhere(), timeout: PATIENCE, ..options.clone() };
+        assert_eq!(pinned(&silent).unwrap(), snapshot, "what is there will do without a network");
+        assert_eq!(pinned(&options).unwrap(), snapshot);
+        assert_eq!(fs::read(snapshot.join("tokenizer.json")).unwrap(), b"{\"a\":1}");
+        assert_eq!(fs::read(snapshot.join("model.safetensors")).unwrap(), b"x", "it was there");
+        server.requests();
+        assert_eq!(pinned(&options).unwrap(), snapshot);
+        assert_eq!(server.requests().len(), usize::from(!has_hashes));
+        fs::remove_file(snapshot.join("tokenizer.json")).unwrap();
+        assert_eq!(pinned(&options).unwrap(), snapshot);
+        assert!(snapshot.join("tokenizer.json").exists());
+        server.requests();
+    }
+}
+
+#[test]
 fn without_network_and_cache_the_error_says_where_it_looked() {
     let cache = tempfile::tempdir().unwrap();
     let mut options = HubOptions { timeout: PATIENCE, ..options(cache.path(), &nowhere()) };
