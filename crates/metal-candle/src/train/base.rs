@@ -2,9 +2,10 @@
 //!
 //! All of every file is hashed once for a run. The hashes are kept in the run's folder, each with the
 //! path, size, time of modification and inode of its file, and a file of which all these are the same
-//! is not read again when the run is resumed.
+//! is not read again when the run is resumed. Runs of one server know them from one of its folders.
 
 use crate::hash::of_file;
+use crate::model::Model;
 use crate::{Error, Result, files};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,6 +23,23 @@ struct Known {
     modified: u64,
     inode: u64,
     hash: String,
+}
+
+/// Finds out what the files of a frozen base hold, for a run in the folder `run` that a
+/// [`Trainer`](crate::train::Trainer) begins or resumes after this, which reads none of them then: so it can do that while
+/// others wait for the device. `shared` is a folder of several runs of this base. A file is read, all of it, unless its hash
+/// is known there, where it is kept.
+///
+/// # Errors
+/// When a file of the base cannot be read, or one in these folders not be written.
+pub fn know_base(model: &Model, run: &Path, shared: &Path) -> Result<()> {
+    know(model.files(), run, shared)
+}
+
+fn know(paths: &[PathBuf], run: &Path, shared: &Path) -> Result<()> {
+    let hashes = hashes(paths, shared)?;
+    keep(paths, &hashes, shared)?;
+    keep(paths, &hashes, run)
 }
 
 /// The hash of each file's content, by the file's name. `folder` is the run's, where the hashes may be
@@ -105,6 +123,29 @@ mod tests {
     fn set_time(path: &Path, seconds: u64) {
         let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
         File::options().write(true).open(path).unwrap().set_modified(time).unwrap();
+    }
+
+    #[test]
+    fn several_runs_read_a_base_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = [folder.path().join("a.safetensors")];
+        let write = |byte: u8, seconds: u64| {
+            fs::write(&paths[0], [byte; 100]).unwrap();
+            set_time(&paths[0], seconds);
+        };
+        let [shared, first, second, third] = [(); 4].map(|()| tempfile::tempdir().unwrap());
+        write(7, 1000);
+        know(&paths, first.path(), shared.path()).unwrap();
+        let known = hashes(&paths, first.path()).unwrap();
+        // What is read after this is told from what is known by its hash.
+        write(8, 1000);
+        know(&paths, second.path(), shared.path()).unwrap();
+        assert_eq!(hashes(&paths, second.path()).unwrap(), known);
+        write(8, 1001);
+        know(&paths, third.path(), shared.path()).unwrap();
+        assert_ne!(hashes(&paths, third.path()).unwrap(), known);
+        fs::remove_file(&paths[0]).unwrap();
+        assert!(know(&paths, third.path(), shared.path()).is_err());
     }
 
     #[test]

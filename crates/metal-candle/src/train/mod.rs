@@ -19,6 +19,7 @@ mod teach;
 pub mod tensorboard;
 mod trainer;
 
+pub use base::know_base;
 pub use checkpoint::{batch_rows, latest as latest_checkpoint, layer_ranks};
 pub use evaluate::{Evaluation, TOKEN_ACCURACY, evaluate};
 pub use gradients::Gradients;

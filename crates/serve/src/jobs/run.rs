@@ -11,7 +11,7 @@ use crate::store::{Job, JobError, Started, Store, checkpoint_folder};
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::data::{Batcher, DataSource, tokenize};
 use metal_candle::text::{Tokenizer, chat_template_in};
-use metal_candle::train::{Outcome, Trainer, latest_checkpoint};
+use metal_candle::train::{Outcome, Trainer, know_base, latest_checkpoint};
 use metal_candle::{Error, Result, files};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -118,6 +118,21 @@ fn train(
         save_every: options.save_every,
     };
     let start = start_folder(app, job)?;
+    let refused = |error: Error| -> Result<Ended, Failure> {
+        if latest_checkpoint(&folder)?.is_none() {
+            return Err(error.into());
+        }
+        // Whoever looks after the server may put back what is missing, so nothing is given up.
+        let error = app.store.without_paths(&error.to_string());
+        Ok(Ended::Waits(format!(
+            "The job waits, as the server cannot go on from its checkpoints: {error}. Nothing of it is removed: resume it \
+             once that is mended, or cancel it."
+        )))
+    };
+    // A large base takes minutes to read, in which texts go on being written.
+    if let Err(error) = know_base(&app.model, &folder, app.store.folder()) {
+        return refused(error);
+    }
     let (mut trainer, position) = {
         let _turn = app.turns.hold();
         let adapter = match &start {
@@ -151,15 +166,7 @@ fn train(
             }
         }
         if let Err(error) = trainer.resume_newest(&folder) {
-            if latest_checkpoint(&folder)?.is_none() {
-                return Err(error.into());
-            }
-            // Whoever looks after the server may put back what is missing, so nothing is given up.
-            let error = app.store.without_paths(&error.to_string());
-            return Ok(Ended::Waits(format!(
-                "The job waits, as the server cannot go on from its checkpoints: {error}. Nothing of it is removed: resume \
-                 it once that is mended, or cancel it."
-            )));
+            return refused(error);
         }
         app.model.device().synchronize().map_err(Error::from)?;
         let position = trainer.position();

@@ -4,6 +4,7 @@
 //! server.sqlite   files, jobs, events, checkpoints, keys and bases
 //! files/ID        what was uploaded, and the results of jobs
 //! jobs/ID/        the folder of a job's training run
+//! base_files.json the hashes of the base's files, which the jobs share
 //! temporary/      what is gone when the server is started again
 //! ```
 //!
@@ -100,6 +101,11 @@ impl Store {
         };
         store.remove_orphans()?;
         Ok(store)
+    }
+
+    /// Where all of this is.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// The folder of a job's training run; of an identifier that the database has.

@@ -49,6 +49,10 @@ fn a_job_makes_a_model_and_tells_of_it() {
     assert!(messages.iter().any(|message| message.starts_with("Step 20/20: validation loss=")));
     assert_eq!(messages.last().unwrap(), "The job has successfully completed");
 
+    // The base was read for all jobs, before the run took its turn on the device.
+    let of_base = |folder: &Path| fs::read(folder.join("base_files.json")).unwrap();
+    assert_eq!(of_base(folder.path()), of_base(&folder.path().join("jobs").join(id)));
+
     let samples: Vec<Value> = client
         .all(id, "events", 100)
         .into_iter()
