@@ -6,6 +6,7 @@
 //! complete.
 
 use super::evaluate::Evaluation;
+use super::loss_scale::LossScale;
 use super::metrics::{Phase, Position, number_or_null};
 use super::objectives::{MetricSums, Objective};
 use super::optimizer::{Home, Optimizer, OptimizerState};
@@ -53,10 +54,11 @@ pub(super) struct State {
     pub trained_tokens: u64,
     pub skipped: u64,
     pub skipped_in_a_row: u64,
-    /// How many times the loss was multiplied by less as gradients went beyond f16, but for those that were taken back, and
-    /// the updates when that changed last.
+    /// See [`LossScale`]. Versions before took overflows back where this one doubles.
     #[serde(default)]
     pub overflows: i32,
+    #[serde(default)]
+    pub doublings: i32,
     #[serde(default)]
     pub rescaled_at: u64,
     /// Sums since the last report, so that the next one is the same after a resume.
@@ -129,6 +131,17 @@ pub(super) struct Fingerprint {
 }
 
 impl State {
+    /// What the loss is multiplied by for the backward pass.
+    pub fn loss_scale(&self) -> LossScale {
+        let Self { overflows, doublings, rescaled_at, .. } = *self;
+        LossScale { overflows, doublings, rescaled_at }
+    }
+
+    pub fn set_loss_scale(&mut self, scale: LossScale) {
+        let LossScale { overflows, doublings, rescaled_at } = scale;
+        (self.overflows, self.doublings, self.rescaled_at) = (overflows, doublings, rescaled_at);
+    }
+
     pub fn new(fingerprint: Fingerprint) -> Self {
         Self {
             version: VERSION,
@@ -141,6 +154,7 @@ impl State {
             skipped: 0,
             skipped_in_a_row: 0,
             overflows: 0,
+            doublings: 0,
             rescaled_at: 0,
             loss_sum: 0.0,
             loss_count: 0,

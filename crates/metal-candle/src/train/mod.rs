@@ -6,6 +6,7 @@ pub mod eva;
 mod evaluate;
 mod gradients;
 mod lock;
+mod loss_scale;
 pub mod metrics;
 pub mod objectives;
 mod optimizer;

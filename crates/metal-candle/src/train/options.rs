@@ -101,7 +101,8 @@ pub struct TrainOptions {
     pub loraplus_lr_ratio: f64,
     /// Gradients with a larger L2 norm are scaled down to it.
     pub clip_norm: Option<f64>,
-    /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops.
+    /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops. In f16, gradients that a lower scale of the
+    /// loss mends don't count.
     pub skip_limit: u64,
     /// Recompute each layer in the backward pass instead of storing its activations, but for what its
     /// attention gives.

@@ -128,7 +128,7 @@ impl Task<'_> {
             total[0] += policy.iter().zip(reference).map(|(policy, it)| policy - it).sum::<f64>();
         }
         group.add_up("the divergence from the reference", &mut total)?;
-        Ok((total[0] / count as f64).max(0.0))
+        Ok(not_negative(total[0] / count as f64))
     }
 
     /// What the batches of a step come to, of which `batches` are this rank's part.
@@ -184,6 +184,11 @@ impl Task<'_> {
     }
 }
 
+/// `estimate`, or 0 where that is negative. What is no number stays so, for the step to be skipped.
+fn not_negative(estimate: f64) -> f64 {
+    if estimate < 0.0 { 0.0 } else { estimate }
+}
+
 /// How many answers or pairs a batch has.
 pub(super) fn samples(batch: &Batch) -> usize {
     batch.answers.iter().filter(|answer| answer.role != Role::Rejected).count()
@@ -206,4 +211,17 @@ fn sum(losses: &[f32], places: &[u32]) -> Result<f64> {
         }
     }
     Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divergence_that_is_no_number_is_none() {
+        for (estimate, expected) in [(-0.5, 0.0), (0.0, 0.0), (0.5, 0.5)] {
+            assert_eq!(not_negative(estimate), expected);
+        }
+        assert!(not_negative(f64::NAN).is_nan());
+    }
 }

@@ -33,12 +33,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// What the loss of a model in f16 is multiplied by at first, what that is divided by when a gradient is infinite, and
-/// after how many steps without one this is taken back.
-const F16_LOSS_SCALE: f64 = 1024.0;
-const BACKOFF: f64 = 16.0;
-const GROWS_AFTER: u64 = 2000;
-
 /// Why a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -1006,19 +1000,20 @@ impl<'a> Trainer<'a> {
             None
         };
         if skipped.is_some() {
-            if loss.is_finite() && self.loss_scale() > 1.0 {
-                self.state.overflows += 1;
-                self.state.rescaled_at = self.state.updates;
-            }
             self.state.skipped += 1;
-            self.state.skipped_in_a_row += 1;
+            let mut scale = self.state.loss_scale();
+            if loss.is_finite() && scale.lower(self.model.dtype(), self.state.updates) {
+                // The scale was too large, not the step.
+                self.state.set_loss_scale(scale);
+            } else {
+                self.state.skipped_in_a_row += 1;
+            }
             return Ok(Step { tokens, processed, norm, skipped });
         }
         self.state.updates += 1;
-        if self.state.overflows > 0 && self.state.updates >= self.state.rescaled_at + GROWS_AFTER {
-            self.state.overflows -= 1;
-            self.state.rescaled_at = self.state.updates;
-        }
+        let mut scale = self.state.loss_scale();
+        scale.raise(self.model.dtype(), self.state.updates);
+        self.state.set_loss_scale(scale);
         self.state.skipped_in_a_row = 0;
         self.state.loss_sum += loss;
         self.state.loss_count += count as u64;
@@ -1058,13 +1053,9 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// What the loss is multiplied by for the backward pass, so that gradients between layers, which are in the model's
-    /// dtype, don't vanish (Micikevicius et al., "Mixed Precision Training", 2018): f16 has no numbers below 6e-8.
+    /// What the loss is multiplied by for the backward pass.
     fn loss_scale(&self) -> f64 {
-        match self.model.dtype() {
-            DType::F16 => (F16_LOSS_SCALE / BACKOFF.powi(self.state.overflows)).max(1.0),
-            _ => 1.0,
-        }
+        self.state.loss_scale().of(self.model.dtype())
     }
 
     /// A tape for one of a step's batches. Each rank has other random numbers.

@@ -420,7 +420,8 @@ fn a_stopped_run_of_dpo_goes_on_bit_for_bit() {
     }
 }
 
-/// Slopes are multiplied for the backward pass, and gradients divided by as much; by less once one was infinite.
+/// Slopes are multiplied for the backward pass, and gradients divided by as much; by less once one was infinite, which is no
+/// divergence.
 #[test]
 fn preferences_are_learned_in_f16_as_in_f32() {
     let batches = batcher(&pairs(&expected()), of_size(2));
@@ -430,7 +431,7 @@ fn preferences_are_learned_in_f16_as_in_f32() {
         let objective = Objective::Dpo(DpoOptions { beta, ..DpoOptions::default() });
         let output = tempfile::tempdir().unwrap();
         let told = options(objective, steps, 1e-6, Optimizer::default());
-        let told = TrainOptions { skip_limit: steps, ..told };
+        let told = TrainOptions { skip_limit: 1, ..told };
         let (mut norms, mut skipped) = (Vec::new(), 0);
         Trainer::new(&model, &adapter, &batches, told, output.path(), "llama")
             .unwrap()

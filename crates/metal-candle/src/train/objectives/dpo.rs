@@ -62,8 +62,9 @@ impl DpoOptions {
             DpoLoss::Sigmoid | DpoLoss::SigmoidNorm => {
                 (-log_sigmoid(scaled), -beta * sigmoid(-scaled))
             }
-            DpoLoss::Hinge if scaled < 1.0 => (1.0 - scaled, -beta),
-            DpoLoss::Hinge => (0.0, 0.0),
+            DpoLoss::Hinge if scaled >= 1.0 => (0.0, 0.0),
+            // What is no number stays so.
+            DpoLoss::Hinge => (1.0 - scaled, -beta),
             DpoLoss::Ipo => {
                 let distance = margin - 0.5 / beta;
                 (distance * distance, 2.0 * distance)

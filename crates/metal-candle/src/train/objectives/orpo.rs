@@ -38,7 +38,7 @@ impl OrpoOptions {
     ) -> [f64; 2] {
         let samples = totals.samples as f64;
         let learned = totals.learned_tokens.max(1) as f64;
-        let mean = |score: &Score| score.mean().min(CERTAIN);
+        let mean = |score: &Score| bounded(score.mean());
         let log_odds = [chosen, rejected].map(|score| mean(score) - log_of_rest(mean(score)));
         let ratio = log_odds[0] - log_odds[1];
         let cross_entropy = -(chosen.policy + chosen.prompt);
@@ -56,6 +56,11 @@ impl OrpoOptions {
         to.metrics.add("log_odds_chosen", ratio);
         [chosen, rejected].map(|score| self.beta * score.mean())
     }
+}
+
+/// A mean log-probability, at most [`CERTAIN`]. What is no number stays so.
+fn bounded(mean: f64) -> f64 {
+    if mean > CERTAIN { CERTAIN } else { mean }
 }
 
 /// `ln(1 - e^x)` of a negative x (Mächler, 2012, "Accurately computing log(1 - exp(-|a|))").

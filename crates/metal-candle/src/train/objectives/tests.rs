@@ -75,6 +75,21 @@ fn extreme_scores_give_finite_losses() {
 }
 
 #[test]
+fn what_is_no_number_makes_the_loss_none() {
+    for objective in objectives() {
+        for index in 0..2 {
+            let mut answers = answers(&objective);
+            answers[index].1.policy = f64::NAN;
+            let compared = objective.compare(&answers, &TOTALS).unwrap();
+            assert!(compared.loss.is_nan(), "{objective:?} {index}");
+        }
+    }
+    let kto = Objective::Kto(KtoOptions::default());
+    let totals = Totals { kl: f64::NAN, ..TOTALS };
+    assert!(kto.compare(&answers(&kto), &totals).unwrap().loss.is_nan());
+}
+
+#[test]
 fn what_cannot_work_is_named() {
     let message = |objective: Objective| objective.validate().unwrap_err().to_string();
     let dpo = DpoOptions::default();
