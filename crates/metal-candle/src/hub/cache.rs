@@ -211,7 +211,9 @@ impl Repository<'_> {
         };
         if self.options.offline {
             return cached_as_it_is().map_err(|missing| {
-                let message = format!("{missing}; HF_HUB_OFFLINE is set, so nothing is downloaded");
+                let message = format!(
+                    "{missing}; HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing is downloaded"
+                );
                 self.error_of(HubFault::Unreachable, message)
             });
         }
@@ -292,27 +294,74 @@ impl Repository<'_> {
                 _ => {}
             }
         }
-        match place(&self.blob(etag), etag, file, &pointer) {
+        let blob = self.blob(etag);
+        // Not every file system has symbolic links; another name for the same file will do.
+        let links: [Link; 2] =
+            [&|pointer| symlink(etag, file, pointer), &|pointer| fs::hard_link(&blob, pointer)];
+        match place(&blob, &pointer, links) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             other => other,
         }
     }
 }
 
+/// A way to make a path stand for a blob.
+type Link<'a> = &'a dyn Fn(&Path) -> io::Result<()>;
+
+/// Makes `pointer` stand for a blob by the first of these links that the file system has, or else by a copy.
+fn place(blob: &Path, pointer: &Path, links: [Link; 2]) -> io::Result<()> {
+    for link in links {
+        match link(pointer) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                tracing::debug!("{}: no link to it can be made: {error}", blob.display());
+            }
+            linked => return linked,
+        }
+    }
+    let copy = |to: &mut io::BufWriter<File>| io::copy(&mut File::open(blob)?, to).map(|_| ());
+    files::write_atomic(pointer, copy).map_err(io::Error::other)
+}
+
 /// The link to a blob. Its target is relative, so the cache may be moved.
 #[cfg(unix)]
-fn place(_blob: &Path, etag: &str, file: &str, pointer: &Path) -> io::Result<()> {
+fn symlink(etag: &str, file: &str, pointer: &Path) -> io::Result<()> {
     let up = "../".repeat(2 + file.matches('/').count());
     std::os::unix::fs::symlink(format!("{up}blobs/{etag}"), pointer)
 }
 
 /// Elsewhere links need rights that not everybody has.
 #[cfg(not(unix))]
-fn place(blob: &Path, _etag: &str, _file: &str, pointer: &Path) -> io::Result<()> {
-    fs::copy(blob, pointer).map(|_| ())
+fn symlink(_etag: &str, _file: &str, _pointer: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }
 
 /// The bytes of a file, if it is one.
 pub(super) fn length(path: &Path) -> Option<u64> {
     fs::metadata(path).ok().filter(|found| found.is_file()).map(|found| found.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_placed_where_there_are_no_links() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name| folder.path().join(name);
+        let blob = path("blob");
+        fs::write(&blob, "content").unwrap();
+        let refused = |_: &Path| Err(io::ErrorKind::PermissionDenied.into());
+        let hard = |pointer: &Path| fs::hard_link(&blob, pointer);
+        place(&blob, &path("linked"), [&refused, &hard]).unwrap();
+        place(&blob, &path("copied"), [&refused, &refused]).unwrap();
+        for name in ["linked", "copied"] {
+            assert_eq!(fs::read(path(name)).unwrap(), b"content", "{name}");
+        }
+        // Another process was faster.
+        let error = place(&blob, &path("linked"), [&refused, &hard]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        // Nothing is left of what can't be copied.
+        assert!(place(&path("missing"), &path("other"), [&refused, &refused]).is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+    }
 }

@@ -85,7 +85,8 @@ impl HubOptions {
     /// - offline: `HF_HUB_OFFLINE` is 1, true, yes or on
     /// - timeout: `HF_HUB_DOWNLOAD_TIMEOUT` in whole seconds, or 30
     ///
-    /// Lists are asked for up to five times. An empty variable counts as unset.
+    /// Where they are unset, the older names count that huggingface_hub still reads: `HUGGINGFACE_HUB_CACHE`,
+    /// `HUGGING_FACE_HUB_TOKEN` and `TRANSFORMERS_OFFLINE`. Lists are asked for up to five times. An empty variable counts as unset.
     ///
     /// # Errors
     /// [`Error::Option`] for an endpoint, a token or a timeout that cannot be one, and when there
@@ -104,18 +105,25 @@ impl HubOptions {
             .or_else(|| folder("XDG_CACHE_HOME").map(|cache| cache.join("huggingface")))
             .or_else(|| home.as_ref().map(|home| home.join(".cache").join("huggingface")));
         let cache = folder("HF_HUB_CACHE")
+            .or_else(|| folder("HUGGINGFACE_HUB_CACHE"))
             .or_else(|| hf_home.as_ref().map(|home| home.join("hub")))
             .ok_or_else(|| {
                 Error::option("HF_HOME", "there is no home folder to keep models in; set HF_HOME")
             })?;
-        let token = variable("HF_TOKEN").or_else(|| {
+        let named = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
+            .into_iter()
+            .find_map(|name| Some((name, variable(name)?)));
+        let token = named.or_else(|| {
             let path = folder("HF_TOKEN_PATH").or_else(|| Some(hf_home?.join("token")))?;
-            fs::read_to_string(path).ok()
+            Some(("HF_TOKEN", fs::read_to_string(path).ok()?))
         });
-        let token = token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty());
-        if token.as_ref().is_some_and(|token| !token.chars().all(|c| c.is_ascii_graphic())) {
-            return Err(Error::option("HF_TOKEN", "has characters that no token has"));
-        }
+        let token = match token {
+            Some((name, token)) if !token.trim().chars().all(|c| c.is_ascii_graphic()) => {
+                return Err(Error::option(name, "has characters that no token has"));
+            }
+            token => token.map(|(_, token)| token.trim().to_string()),
+        };
+        let token = token.filter(|token| !token.is_empty());
         let endpoint =
             variable("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
         let endpoint = endpoint.trim().trim_end_matches('/').to_string();
@@ -129,7 +137,8 @@ impl HubOptions {
                 format!("found {endpoint:?}; expected an address such as https://huggingface.co"),
             ));
         }
-        let offline = variable("HF_HUB_OFFLINE").is_some_and(|value| {
+        let offline = variable("HF_HUB_OFFLINE").or_else(|| variable("TRANSFORMERS_OFFLINE"));
+        let offline = offline.is_some_and(|value| {
             ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())
         });
         let timeout = match variable("HF_HUB_DOWNLOAD_TIMEOUT") {

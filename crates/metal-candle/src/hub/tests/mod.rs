@@ -97,6 +97,21 @@ fn variables_are_read_by_the_hubs_conventions() {
         read(&[("XDG_CACHE_HOME", "/xdg")]).unwrap().cache,
         Path::new("/xdg/huggingface/hub")
     );
+    let older = [
+        ("HUGGINGFACE_HUB_CACHE", "~/older"),
+        ("HUGGING_FACE_HUB_TOKEN", "older"),
+        ("TRANSFORMERS_OFFLINE", "1"),
+    ];
+    let options = read(&older).unwrap();
+    assert_eq!(options.cache, home.path().join("older"));
+    assert_eq!((options.token.as_deref(), options.offline), (Some("older"), true));
+    let newer = [("HF_HUB_CACHE", "/cache"), ("HF_TOKEN", "direct"), ("HF_HUB_OFFLINE", "0")];
+    let options = read(&[older, newer].concat()).unwrap();
+    assert_eq!(options.cache, Path::new("/cache"));
+    assert_eq!((options.token.as_deref(), options.offline), (Some("direct"), false));
+    let error = read(&[("HUGGING_FACE_HUB_TOKEN", "two words")]).unwrap_err().to_string();
+    assert!(error.contains("HUGGING_FACE_HUB_TOKEN"), "{error}");
+
     assert!(read(&[("HF_ENDPOINT", "mirror")]).is_err());
     assert!(read(&[("HF_TOKEN", "two words")]).is_err());
     for timeout in ["0", "-1", "soon", "86401", "99999999999999999999"] {
