@@ -236,8 +236,12 @@ impl Run {
             true => Some(batch(whole(Split::Test)?, Split::Test, false)?),
             false => None,
         };
-        let batches = train.epoch(0).len();
-        let steps = total_steps(settings.duration(), batches, settings.grad_accumulation)?;
+        let batches = train.batch_count(0);
+        let steps = total_steps(
+            settings.duration(),
+            |epoch| train.batch_count(epoch),
+            settings.grad_accumulation,
+        )?;
         let options =
             settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?)?;
         options.validate().map_err(usage)?;

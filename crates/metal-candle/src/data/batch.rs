@@ -233,6 +233,14 @@ impl Batcher {
         plans
     }
 
+    /// How many batches an epoch has. Unless rows are packed, all have as many.
+    pub fn batch_count(&self, epoch: usize) -> usize {
+        match self.options.packing {
+            true => self.epoch(epoch).len(),
+            false => self.dataset.drawn_count().div_ceil(self.options.batch_size),
+        }
+    }
+
     /// Every example once, by length, without chance.
     pub(crate) fn by_length(&self) -> Vec<BatchPlan> {
         let mut order: Vec<usize> = (0..self.dataset.len()).collect();

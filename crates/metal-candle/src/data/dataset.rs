@@ -625,6 +625,14 @@ impl Dataset {
         (0..self.len()).filter(|index| self.length(*index) > limit).count()
     }
 
+    /// How many examples an epoch has.
+    pub(super) fn drawn_count(&self) -> usize {
+        match self.mixture.is_empty() {
+            true => self.len(),
+            false => self.mixture.iter().map(|part| part.drawn).sum(),
+        }
+    }
+
     /// The examples of an epoch, by index, not shuffled among each other: every one once, or of each source as many as
     /// its weight asks for. These go on from epoch to epoch through all of the source's examples, in an order that is
     /// new for each pass when `shuffle`.

@@ -221,7 +221,9 @@ impl Fingerprint {
         };
         let Some((key, before, now)) = found else { return Ok(()) };
         let advice = match key.as_str() {
-            "total_steps" => "a run can be made longer when it is resumed, not shorter",
+            "total_steps" => {
+                "a run can be made longer when it is resumed, not shorter; with --steps it has as many as it had"
+            }
             "batch_size" => {
                 "it counts the rows of all processes together, each of which reads --batch-size of them; resume so that \
                  their product is what it was"

@@ -223,24 +223,59 @@ impl TrainOptions {
     }
 }
 
-/// Optimiser steps of a run over an epoch of `batches` batches. The batches of one step are all
-/// of one epoch, so its last step may have fewer.
-pub fn total_steps(duration: Duration, batches: usize, accumulation: usize) -> Result<u64> {
+/// Optimiser steps of a run over epochs of so many batches, by their numbers from 0: packed rows are not as many in each. The
+/// batches of one step are all of one epoch, so its last step may have fewer.
+///
+/// # Errors
+/// [`Error::Option`] for a duration that can't be one, and for epochs of too many steps.
+pub fn total_steps(
+    duration: Duration,
+    batches: impl Fn(usize) -> usize,
+    accumulation: usize,
+) -> Result<u64> {
     duration.validate()?;
-    let per_epoch = batches.div_ceil(accumulation.max(1)) as f64;
-    match duration {
-        Duration::Steps(steps) => Ok(steps),
-        Duration::Epochs(epochs) => {
-            let steps = ((epochs * per_epoch).round() as u64).max(1);
-            if steps > MAX_STEPS {
-                return Err(Error::option(
-                    "epochs",
-                    format!(
-                        "{epochs} are {steps} steps of this data, expected at most {MAX_STEPS}"
-                    ),
-                ));
-            }
-            Ok(steps)
-        }
+    let epochs = match duration {
+        Duration::Steps(steps) => return Ok(steps),
+        Duration::Epochs(epochs) => epochs,
+    };
+    let steps_of = |epoch| batches(epoch).div_ceil(accumulation.max(1)) as f64;
+    let checked = |steps: f64| match steps.round() as u64 {
+        steps if steps > MAX_STEPS => Err(Error::option(
+            "epochs",
+            format!("{epochs} are {steps} steps of this data, expected at most {MAX_STEPS}"),
+        )),
+        steps => Ok(steps.max(1)),
+    };
+    // So there are not too many epochs to look at each.
+    checked(epochs * steps_of(0))?;
+    let last = (epochs.ceil() as usize).saturating_sub(1);
+    let of_last = steps_of(last);
+    let others: f64 = (0..last).map(|epoch| steps_of(epoch) - of_last).sum();
+    checked(epochs * of_last + others)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_steps_of_epochs_are_those_of_each_epoch() {
+        let batches = |epoch: usize| [454, 454, 456, 455][epoch % 4];
+        let steps = |epochs, accumulation| {
+            total_steps(Duration::Epochs(epochs), batches, accumulation).unwrap()
+        };
+        assert_eq!(steps(1.0, 1), 454);
+        assert_eq!(steps(3.0, 1), 454 + 454 + 456);
+        assert_eq!(steps(2.5, 1), 454 + 454 + 228);
+        assert_eq!(steps(4.0, 10), 46 * 4);
+        assert_eq!(steps(4.0, 4), 114 * 4);
+        assert_eq!(steps(4.0, 5), 91 + 91 + 92 + 91);
+        assert_eq!(steps(0.5, 1), 227);
+        assert_eq!(steps(1e-9, 1), 1);
+        assert_eq!(total_steps(Duration::Steps(7), |_| unreachable!(), 1).unwrap(), 7);
+        let alike = |epochs| total_steps(Duration::Epochs(epochs), |_| 10, 1).unwrap();
+        assert_eq!((alike(1.15), alike(2.3), alike(100.0)), (12, 23, 1000));
+        let error = total_steps(Duration::Epochs(1e6), |_| 10_000, 1).unwrap_err().to_string();
+        assert!(error.contains("10000000000 steps"), "{error}");
     }
 }

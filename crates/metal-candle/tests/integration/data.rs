@@ -384,6 +384,7 @@ fn the_order_depends_on_seed_and_epoch_alone() {
         let epochs: Vec<_> = (0..4).map(|epoch| batcher(packing, 9, true).epoch(epoch)).collect();
         for (epoch, plans) in epochs.iter().enumerate() {
             assert_eq!(*plans, batcher(packing, 9, true).epoch(epoch));
+            assert_eq!(plans.len(), batcher(packing, 9, true).batch_count(epoch));
             assert_ne!(*plans, batcher(packing, 10, true).epoch(epoch));
             assert!(epochs[..epoch].iter().all(|other| other != plans));
         }
@@ -564,6 +565,7 @@ fn sources_share_each_epoch_by_their_weights() {
     for number in 0..9 {
         let indices = epoch(1, number);
         assert_eq!(indices.len(), 100);
+        assert_eq!(batcher(1).batch_count(number), 13);
         assert_eq!(indices.iter().filter(|index| **index < 10).count(), 30);
         indices.iter().for_each(|index| seen[*index] += 1);
         assert_eq!(indices, epoch(1, number));

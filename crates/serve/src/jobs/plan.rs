@@ -148,10 +148,10 @@ impl Plan {
         batches.div_ceil(self.passes) as u64
     }
 
-    /// What the trainer is told, for an epoch of so many batches.
+    /// What the trainer is told, for epochs of so many batches, which all have as no rows are packed.
     pub fn train_options(&self, batches: usize) -> Result<TrainOptions> {
         let epochs = Duration::Epochs(f64::from(self.n_epochs));
-        let steps = total_steps(epochs, batches, self.passes)?;
+        let steps = total_steps(epochs, |_| batches, self.passes)?;
         let save_every = steps_between_checkpoints(steps, self.steps_of_epoch(batches));
         let options = TrainOptions {
             objective: self.method.objective(self.beta),

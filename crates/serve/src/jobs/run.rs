@@ -109,7 +109,7 @@ fn train(
     if stop.load(Ordering::Relaxed) {
         return Ok(Ended::Stopped);
     }
-    let batches_of_epoch = training.epoch(0).len();
+    let batches_of_epoch = training.batch_count(0);
     let options = plan.train_options(batches_of_epoch)?;
     let samples = samples(app, job, plan, &tokenizer, stop)?;
     let length = Length {
