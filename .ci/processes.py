@@ -244,7 +244,10 @@ def one_that_is_killed(folder):
         if GPUS and number > 0:
             assert_saved(output, told)
         print(f"rank {number} killed: told and ended after {seconds:.1f} s", flush=True)
-        run(command(processes, output, "--resume", batch=0))
+        # A file says the rows that each of two processes had.
+        saved = shutil.copy(output / "train_config.yaml", folder / f"killed-{processes}.yaml")
+        config = ["--config", str(saved)] if processes != 2 else []
+        run(command(processes, output, *config, "--resume", batch=0))
         if processes == 2:
             assert_same(output, folder / "of-2", "gone on with 2 processes")
         else:
@@ -431,8 +434,8 @@ def what_cannot_be(folder):
         return
     told = run(command(5, output, "--resume", batch=0), expected=2)
     assert "12 rows, which 5 processes can't share equally; start 1 or 2 or 3 or 4 or 6 or 12" in told, told
-    told = run(command(2, output, "--resume", batch=12), expected=1)
-    assert "batch_size was 12 and is now 24" in told, told
+    told = run(command(2, output, "--resume", batch=12), expected=2)
+    assert "batch_size: is 12, but a batch of this run has 12 rows, divided over 2 processes" in told, told
     torchrun = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run(command(1, output, *settings()), capture_output=True, text=True, env=torchrun)
     assert done.returncode == 2 and "start them with mpirun or srun" in done.stderr, done.stderr

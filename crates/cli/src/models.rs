@@ -298,12 +298,12 @@ pub fn quantizations() -> impl TypedValueParser<Value = Quantization> {
     PossibleValuesParser::new(Quantization::names()).try_map(|word| word.parse::<Quantization>())
 }
 
-/// What an adapter's files name as its model, given as `model`: a hub id as it is, a folder by its full path, so
-/// that the adapter can be used from anywhere.
+/// What an adapter's files name as its model, given as `model`: a hub id as it is, a folder or a GGUF file by its full
+/// path, so that the adapter can be used from anywhere.
 pub fn base_name(model: Option<&str>, folder: &Path) -> String {
     match model {
         Some(model)
-            if !Path::new(model).is_dir()
+            if !Path::new(model).exists()
                 && model.split('/').count() == 2
                 && !model.starts_with(['.', '~', '/']) =>
         {
@@ -533,6 +533,16 @@ mod tests {
         assert!(told.starts_with(expected) && told.contains("cannot reach"), "{told}");
         let error = of_the_hub("./no/such/model", failed()).unwrap_err().to_string();
         assert!(!error.contains("of the hub"), "{error}");
+    }
+
+    #[test]
+    fn a_base_that_lies_here_is_named_by_its_full_path() {
+        // Tests run in the crate's folder. Each of these could be an id, too.
+        for path in ["src/main.rs", "demo/base"] {
+            let full = Path::new(path).canonicalize().unwrap().display().to_string();
+            assert_eq!(base_name(Some(path), Path::new(path)), full);
+        }
+        assert_eq!(base_name(Some("owner/name"), Path::new("/cache/x")), "owner/name");
     }
 
     #[test]

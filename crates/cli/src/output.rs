@@ -127,7 +127,7 @@ pub fn bytes(count: u64) -> String {
 pub fn plural(count: u64, one: &str) -> String {
     let ending = match count {
         1 => "",
-        _ if one.ends_with("ch") => "es",
+        _ if one.ends_with("ch") || one.ends_with('s') => "es",
         _ => "s",
     };
     format!("{} {one}{ending}", grouped(count))
@@ -161,6 +161,7 @@ mod tests {
         assert_eq!(bytes(12), "12 bytes");
         assert_eq!(plural(1, "step"), "1 step");
         assert_eq!(plural(2, "step"), "2 steps");
+        assert_eq!(plural(2, "process"), "2 processes");
         assert_eq!(
             (plural(1, "batch"), plural(2, "batch")),
             ("1 batch".into(), "2 batches".into())

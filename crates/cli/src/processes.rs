@@ -10,6 +10,7 @@ use candle_core::Device;
 use metal_candle::devices;
 use metal_candle::parallel::launcher::{self, Launched, launched};
 use std::net::TcpListener;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::str::FromStr;
 use std::sync::LazyLock;
@@ -103,6 +104,22 @@ pub fn refuse(command: &str) -> anyhow::Result<()> {
         Some(launched) => launched.refuse(command).map_err(usage),
         None => Ok(()),
     }
+}
+
+/// That a file can be read by each of the processes that [`start`] starts.
+///
+/// # Errors
+/// When it is a pipe, which would be empty after the first that reads it.
+pub fn check_shared(key: &str, path: &Path) -> anyhow::Result<()> {
+    if !path.exists() || path.is_file() || path.is_dir() {
+        return Ok(());
+    }
+    Err(usage(format!(
+        "{key}: {} is no regular file but a pipe or a device, which one process alone can read, and {} starts several; \
+         expected a file",
+        path.display(),
+        Gpus::FLAG
+    )))
 }
 
 /// Starts this command once more for each of so many ranks, waits for all of them, and gives the exit code of the run.
@@ -284,6 +301,19 @@ mod tests {
         for wrong in ["0", "-1", "", "some", "1.5"] {
             assert!(wrong.parse::<Gpus>().unwrap_err().contains("all"), "{wrong}");
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_is_no_file_of_several_processes() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.yaml");
+        std::fs::write(&file, "rank: 4").unwrap();
+        for path in [file.as_path(), folder.path(), Path::new("{{ messages }}")] {
+            assert!(check_shared("config", path).is_ok(), "{}", path.display());
+        }
+        let told = check_shared("config", Path::new("/dev/null")).unwrap_err().to_string();
+        assert!(told.starts_with("config: /dev/null is no regular file"), "{told}");
     }
 
     #[test]

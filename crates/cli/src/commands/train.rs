@@ -11,7 +11,7 @@ use crate::settings::file::File;
 use crate::settings::{
     ActivationPlacement, BaseCompute, BasePlacement, Best, Course, DataFlags, FineTuneType,
     Foreign, Loss, LossType, Matmul, ObjectiveName, OptimizerName, OptimizerPlacement, Precision,
-    Processor, Settings, told,
+    Processor, Settings, cut, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run, Summary};
@@ -21,6 +21,7 @@ use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
 use metal_candle::Error;
 use metal_candle::adapter::{Biases, StartFrom};
+use metal_candle::data::BatchOptions;
 use metal_candle::model::Quantization;
 use metal_candle::parallel::Member;
 use metal_candle::parallel::launcher::launched;
@@ -466,7 +467,7 @@ fn settings(
     let mut file = arguments.config.as_deref().map(File::read).transpose()?;
     let mut start =
         Start { overwrite: arguments.overwrite, dry_run: arguments.dry_run, ..Start::default() };
-    let mut absent = Absent::default();
+    let (mut absent, mut divided) = (Absent::default(), None);
     if let Some(given) = &arguments.resume {
         let in_file =
             file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
@@ -483,13 +484,6 @@ fn settings(
             match &mut file {
                 None => {
                     absent = Absent::of(config, &saved.map);
-                    if arguments.flags.batch_size.is_none()
-                        && let Some(resume) = &start.resume
-                        && let Some(rows) = batch_rows(resume.from())?
-                    {
-                        let rows = rows_of_each(rows, processes)?;
-                        saved.map.insert("batch_size".into(), rows.into());
-                    }
                     file = Some(saved);
                 }
                 Some(file) => {
@@ -503,6 +497,13 @@ fn settings(
                     }
                 }
             }
+        }
+        // The rows of a batch of all processes together stay, however many there are now.
+        if let Some(resume) = &start.resume
+            && let Some(rows) = batch_rows(resume.from())?
+        {
+            let map = &mut file.get_or_insert_default().map;
+            divided = divide(rows, processes, arguments.flags.batch_size, map)?;
         }
         arguments.flags.output = Some(output.unwrap_or(run));
     }
@@ -522,7 +523,44 @@ fn settings(
     flags.extend(arguments.foreign.0);
     let merged = file.unwrap_or_default().merge(&flags);
     let (settings, notice) = merged.map_err(|error| absent.explain(error))?;
+    let notice = notice.into_iter().chain(divided).reduce(|all, one| format!("{all}\n{one}"));
     Ok((settings, start, notice, absent))
+}
+
+/// Gives each process its part of the rows that a batch of the run has, whatever the file says of them; what a person should
+/// know of that.
+///
+/// # Errors
+/// When they can't be divided so, or `flag` says otherwise.
+fn divide(
+    rows: usize,
+    processes: usize,
+    flag: Option<usize>,
+    file: &mut Mapping,
+) -> anyhow::Result<Option<String>> {
+    const KEY: &str = "batch_size";
+    let each = rows_of_each(rows, processes)?;
+    let divided = format!(
+        "a batch of this run has {}, divided over {}",
+        plural(rows as u64, "row"),
+        plural(processes as u64, "process")
+    );
+    match flag {
+        Some(flag) if flag as u64 != each => {
+            return Err(usage(format!(
+                "{KEY}: is {flag}, but {divided}; give --batch-size {each}, or leave it out"
+            )));
+        }
+        Some(_) => return Ok(None),
+        None => {}
+    }
+    let before = file.insert(KEY.into(), each.into());
+    let before = before.unwrap_or_else(|| BatchOptions::default().batch_size.into());
+    if before == Value::from(each) {
+        return Ok(None);
+    }
+    let before = serde_yaml_ng::to_string(&before)?;
+    Ok(Some(format!("{KEY} is {each} in place of {}: {divided}", cut(before.trim()))))
 }
 
 /// The part of each process of a batch whose rows are those of all processes together.
@@ -555,6 +593,14 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     };
     let processes = launched.as_ref().map_or(gpus.unwrap_or(1), |launched| launched.size);
     let asked = arguments.gpus;
+    if gpus.is_some_and(|count| count > 1) {
+        let template = arguments.flags.template.chat_template.as_deref();
+        for (key, path) in
+            [("config", arguments.config.as_deref()), ("chat_template", template.map(Path::new))]
+        {
+            path.map_or(Ok(()), |path| processes::check_shared(key, path))?;
+        }
+    }
     let (mut settings, mut start, notice, absent) = settings(arguments, processes)?;
     if let Some(gpus) = asked {
         settings.device = gpus.device(settings.device, Gpus::FLAG)?;
@@ -655,5 +701,59 @@ fn exit_code(summary: &Summary) -> u8 {
         Summary { interrupted: true, .. } => INTERRUPTED,
         Summary { outcome: LAST_STEPS_SKIPPED, .. } => FAILURE,
         _ => SUCCESS,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    #[test]
+    fn a_run_goes_on_with_the_rows_of_its_batches_whatever_its_file_says_of_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = folder.path().join("run/checkpoints/step-00000004");
+        std::fs::create_dir_all(&checkpoint).unwrap();
+        let state = "{\"fingerprint\": {\"batch_size\": 8}}";
+        std::fs::write(checkpoint.join("trainer_state.json"), state).unwrap();
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let resumed = |file: &str, processes, flags: &[&str]| {
+            std::fs::write(path("run.yaml"), format!("model: m\ndata: d\n{file}")).unwrap();
+            let (config, run) = (path("run.yaml"), path("run"));
+            let words = ["train", "-c", &config, "-o", &run, "--resume=auto"];
+            let command = Command::try_parse_from([&words[..], flags].concat()).unwrap();
+            settings(command.arguments, processes)
+                .map(|(settings, _, notice, _)| (settings.batch_size, notice.unwrap_or_default()))
+                .map_err(|error| error.to_string())
+        };
+        let two = "batch_size: 2";
+        assert_eq!(resumed(two, 4, &[]), Ok((2, String::new())));
+        let (rows, said) = resumed(two, 2, &[]).unwrap();
+        assert_eq!(rows, 4);
+        assert_eq!(
+            said,
+            "batch_size is 4 in place of 2: a batch of this run has 8 rows, divided over 2 processes"
+        );
+        // The default, and another program's word.
+        assert!(resumed("", 1, &[]).unwrap().1.starts_with("batch_size is 8 in place of 4: "));
+        let (rows, said) = resumed("per_device_train_batch_size: 2", 1, &[]).unwrap();
+        assert_eq!(rows, 8);
+        assert!(said.ends_with("divided over 1 process"), "{said}");
+        // A flag may say the same, and nothing else.
+        assert_eq!(resumed(two, 2, &["--batch-size", "4"]), Ok((4, String::new())));
+        let error = resumed(two, 2, &["--per-device-train-batch-size", "2"]).unwrap_err();
+        assert!(error.starts_with("batch_size: is 2, but a batch of this run has 8"), "{error}");
+        assert!(error.contains("give --batch-size 4"), "{error}");
+        let error = resumed(two, 3, &[]).unwrap_err();
+        assert!(
+            error.contains("3 processes can't share equally; start 1 or 2 or 4 or 8"),
+            "{error}"
+        );
     }
 }
