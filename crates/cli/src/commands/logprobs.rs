@@ -8,12 +8,14 @@ use crate::measured::Measured;
 use crate::models::{self, Placed, Runtime, Source, set_threads};
 use crate::output::{Terminal, grouped};
 use crate::progress::Bar;
+use crate::settings::cut;
 use crate::template::TemplateFlags;
 use crate::training::template_time;
 use clap::Args;
 use metal_candle::data::TOP_K;
 use metal_candle::text::Tokenizer;
 use metal_candle::train::write_teacher;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
@@ -48,6 +50,16 @@ pub struct Arguments {
     placed: Placed,
 }
 
+/// That a token of the student is none, or another one, of the teacher.
+fn another_vocabulary(id: u32, student: &Tokenizer, teacher: &Tokenizer) -> anyhow::Error {
+    let [of_student, of_teacher] =
+        [student, teacher].map(|it| it.id_to_token(id).map_or("nothing".into(), |it| cut(&it)));
+    usage(format!(
+        "student: has another vocabulary than the teacher: token {id} is {of_student} of the student and {of_teacher} of the \
+         teacher; expected models with the same tokenizer"
+    ))
+}
+
 /// Writes what the model says.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     let Arguments { source, student, data, top_k, output, template, runtime, placed } = arguments;
@@ -67,7 +79,12 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         Some(student) => {
             let mut tokenizer = Tokenizer::load(&models::resolve(&student, None, terminal)?)?;
             template.apply(&mut tokenizer)?;
-            Some(tokenizer)
+            // Before the model is loaded.
+            let teacher = Tokenizer::load(&source.folder(terminal)?)?;
+            match tokenizer.first_difference(&teacher) {
+                Some(id) => return Err(another_vocabulary(id, &tokenizer, &teacher)),
+                None => Some(tokenizer),
+            }
         }
     };
     // What the template is told concerns the one that is used.
@@ -78,6 +95,15 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     let variables = template.variables();
     let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &variables, Some(now));
     let batches = data.batches(&sources, reader, loaded.model.config(), terminal)?;
+    if let Some(student) = &student {
+        // Added tokens, too.
+        let used: BTreeSet<u32> =
+            batches.dataset().iter().flat_map(|example| example.ids).collect();
+        let is_known = |id: &u32| student.id_to_token(*id) == loaded.tokenizer.id_to_token(*id);
+        if let Some(id) = used.into_iter().find(|id| !is_known(id)) {
+            return Err(another_vocabulary(id, student, &loaded.tokenizer));
+        }
+    }
     let stop = interrupt::watch("stopping; nothing is written");
     let examples = batches.dataset().len() as u64;
     let bar = Bar::new(terminal, "{bar:30} {pos}/{len} examples, {eta} left", examples);

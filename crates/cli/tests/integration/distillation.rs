@@ -115,3 +115,25 @@ fn what_cannot_be_distilled_so_is_said() {
     let stderr = place.fails(1, &[&TRAIN[..], &short].concat());
     assert!(stderr.contains("valid data of data: "), "{stderr}");
 }
+
+#[test]
+fn a_student_of_another_vocabulary_is_refused() {
+    let place = Place::with_model();
+    let logprobs = |student: &str| {
+        let run = ["logprobs", "-m", "base", "-d", "data/train.jsonl", "-o", "new"];
+        let stderr = place.fails(2, &[&run[..], &["--student", student]].concat());
+        assert!(stderr.contains("student: has another vocabulary than the teacher"), "{stderr}");
+        assert!(!place.path("new").exists());
+        stderr
+    };
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/demo/base");
+    let stderr = logprobs(demo);
+    assert!(stderr.contains("token 3 is ! of the student and $ of the teacher"), "{stderr}");
+    // The same but for a token of the chat template, which the data have.
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let text = place.read(&format!("base/{name}"));
+        place.write(&format!("renamed/{name}"), &text.replace("<|im_start|>", "<|im_begin|>"));
+    }
+    let stderr = logprobs("renamed");
+    assert!(stderr.contains("token 361 is <|im_begin|> of the student"), "{stderr}");
+}

@@ -297,6 +297,19 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
+    /// The first id that stands for other tokens in this vocabulary and in another. Ids that one of them lacks don't count, and
+    /// neither do added tokens, which models of one family name differently.
+    pub fn first_difference(&self, other: &Self) -> Option<u32> {
+        let (own, others) =
+            (self.inner.get_added_tokens_decoder(), other.inner.get_added_tokens_decoder());
+        let differs = |id: u32| {
+            let both = self.id_to_token(id).zip(other.id_to_token(id));
+            both.is_some_and(|(one, another)| one != another)
+        };
+        let ids = self.inner.get_vocab(false).into_values();
+        ids.filter(|id| !own.contains_key(id) && !others.contains_key(id) && differs(*id)).min()
+    }
+
     /// The bytes that each token stands for in a text, by id; `None` for special tokens and for ids without a token.
     ///
     /// # Errors

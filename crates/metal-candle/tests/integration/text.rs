@@ -325,6 +325,20 @@ fn special_tokens_come_from_the_files_in_their_order() {
 }
 
 #[test]
+fn vocabularies_differ_where_an_ordinary_token_does() {
+    let own = tokenizer("tokenizer");
+    assert_eq!(own.first_difference(&own), None);
+    let first = own.first_difference(&tokenizer("tokenizer-sp")).unwrap();
+    assert_eq!(first, 3, "the first three are added tokens of the other");
+    let folder = copy_of("tokenizer");
+    let path = folder.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("<tool_call>", "<call>")).unwrap();
+    let renamed = Tokenizer::load(folder.path()).unwrap();
+    assert_eq!(own.first_difference(&renamed), None);
+}
+
+#[test]
 fn a_broken_tokenizer_is_an_error_that_names_its_file() {
     let folder = copy_of("tokenizer");
     for (content, expected) in [
