@@ -361,12 +361,12 @@ fn answer(
         ended.set(ended.get() + 1);
         let answer = written.map(|Written { text, finished }| {
             prompt_tokens += finished.prompt_tokens;
+            tokens += finished.tokens;
             (text, finished.reason, finished.tokens)
         });
         partial.add(asked, index, answer)
     };
     let show = |so_far: u64| {
-        tokens = so_far;
         if let Some(bar) = bar.drawn() {
             bar.set_position(ended.get() as u64);
             let rate = so_far as f64 / started.elapsed().as_secs_f64();
@@ -376,8 +376,11 @@ fn answer(
     };
     let has_all = write_all(&mut engine, requests, keep, show)?;
     let seconds = started.elapsed().as_secs_f64();
-    Ok(has_all.then_some(Counts { prompt_tokens, tokens: tokens as usize, seconds }))
+    Ok(has_all.then_some(Counts { prompt_tokens, tokens, seconds }))
 }
+
+/// What some programs begin a file with.
+const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// The lines of a file of prompts, each checked before the first is answered.
 fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
@@ -385,7 +388,10 @@ fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
     let mut adapters = Adapters::new(given)?;
     let mut asked = Vec::new();
     for (number, line) in (1..).zip(BufReader::new(file).lines()) {
-        let line = line.with_context(|| format!("{}:{number}", path.display()))?;
+        let mut line = line.with_context(|| format!("{}:{number}", path.display()))?;
+        if number == 1 && line.starts_with(BYTE_ORDER_MARK) {
+            line.remove(0);
+        }
         if line.trim().is_empty() {
             continue;
         }
@@ -470,15 +476,25 @@ fn tokens(line: &Line, given: &Given) -> anyhow::Result<Vec<u32>> {
     match (&line.prompt, &line.messages) {
         (Some(prompt), None) => {
             anyhow::ensure!(!prompt.trim().is_empty(), "prompt: is empty");
+            anyhow::ensure!(
+                !given.raw || line.system.is_none(),
+                "system: is for the chat template, and with --raw a prompt is continued as it is; leave one out"
+            );
             needs_template(line.system.as_ref().map(|_| "system"), tokenizer)?;
             Ok(prompts::encode(tokenizer, prompt, system, given.raw, variables)?)
         }
         (None, Some(messages)) => {
+            anyhow::ensure!(
+                !given.raw,
+                "messages: are for the chat template, which --raw leaves out; give a prompt, or leave --raw out"
+            );
             needs_template(Some("messages"), tokenizer)?;
             let mut all: Vec<Message> = Vec::new();
-            let has_system = messages.first().and_then(|it| it.get("role"));
-            if has_system.and_then(Value::as_str) != Some("system") {
+            let first = messages.first().and_then(|it| it.get("role"));
+            if first.and_then(Value::as_str) != Some("system") {
                 all.extend(system.map(|system| Message::new("system", system)));
+            } else if line.system.is_some() {
+                anyhow::bail!("has both system and a message of the system, expected one of them");
             }
             for (number, fields) in messages.iter().enumerate() {
                 let message = Message::from_fields(fields.clone())

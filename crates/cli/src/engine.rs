@@ -137,7 +137,7 @@ pub fn write_all(
     mut goes_on: impl FnMut(u64) -> bool,
 ) -> anyhow::Result<bool> {
     let mut under_way: HashMap<RequestId, (usize, String)> = HashMap::new();
-    let (mut more, mut tokens) = (true, 0);
+    let (mut more, mut tokens) = (true, 0u64);
     while more || !engine.is_idle() {
         while more && engine.statistics().waiting < AHEAD {
             let Some((index, request)) = requests.next() else {
@@ -157,7 +157,7 @@ pub fn write_all(
                 Event::Prompt(_) => continue,
                 Event::Piece(piece) => {
                     text.push_str(&piece.text);
-                    tokens += 1;
+                    tokens += u64::from(piece.token.is_some());
                     continue;
                 }
                 Event::Finished(finished) => Ok(finished),

@@ -35,7 +35,7 @@ pub struct Arguments {
     /// The prompt; without it, and without --prompt-file, it is read from stdin
     #[arg(short, long, value_name = "TEXT", help_heading = "Prompt")]
     prompt: Option<String>,
-    /// A file that holds the prompt
+    /// A file that holds the prompt; a line feed at its end is none of it
     #[arg(long, value_name = "FILE", conflicts_with = "prompt", help_heading = "Prompt")]
     prompt_file: Option<PathBuf>,
     /// A system message before the prompt
@@ -88,19 +88,25 @@ impl Arguments {
             return Ok(prompt.clone());
         }
         if let Some(path) = &self.prompt_file {
-            return Ok(std::fs::read_to_string(path).map_err(metal_candle::Error::io(path))?);
+            let text = std::fs::read_to_string(path).map_err(metal_candle::Error::io(path))?;
+            return Ok(bare(&text).to_string());
         }
         if std::io::stdin().is_terminal() {
             return Err(usage("no prompt: give --prompt or --prompt-file, or write it to stdin"));
         }
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).context("cannot read the prompt from stdin")?;
-        // The line feed that echo and editors put at the end is not part of it.
-        let text = text
-            .strip_suffix('\n')
-            .map(|text| text.strip_suffix('\r').unwrap_or(text))
-            .unwrap_or(&text);
-        Ok(text.to_string())
+        Ok(bare(&text).to_string())
+    }
+}
+
+/// A text without what is not part of it: the line feed that echo and editors put at the end, and the byte-order mark that some
+/// put at the beginning.
+fn bare(text: &str) -> &str {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    match text.strip_suffix('\n') {
+        Some(text) => text.strip_suffix('\r').unwrap_or(text),
+        None => text,
     }
 }
 

@@ -107,8 +107,11 @@ fn raw_prompts_keep_the_space_that_their_text_begins_with() {
     let flags = ["-n", "3", "--logit-bias", &always];
     let prompt = json!({ "prompt": "Once upon a" });
     let message = json!({ "messages": [{ "role": "user", "content": "Once upon a" }] });
-    place.write("prompts.jsonl", &lines(&[prompt, message]));
-    for (more, expected) in [(&["--raw"][..], [" t t t", "t t t"]), (&[], ["t t t", "t t t"])] {
+    for (more, prompts, expected) in [
+        (&["--raw"][..], &[prompt.clone()][..], &[" t t t"][..]),
+        (&[], &[prompt, message], &["t t t", "t t t"]),
+    ] {
+        place.write("prompts.jsonl", &lines(prompts));
         place.ok(&to("answers.jsonl", &[&flags[..], more].concat()));
         let texts: Vec<Value> = answers(&place).iter().map(|it| it["text"].clone()).collect();
         assert_eq!(texts, expected, "{more:?}");
@@ -117,6 +120,38 @@ fn raw_prompts_keep_the_space_that_their_text_begins_with() {
         let alone = place.json(&[&one[..], &flags, more].concat());
         assert_eq!(alone["text"], expected[0], "{more:?}");
     }
+}
+
+#[test]
+fn tokens_are_those_of_the_answers() {
+    let place = Place::with_model();
+    // The token that ends a text is none of it.
+    let ended = json!({ "prompt": "What is 1?", "logit_bias": { "362": 1000.0 } });
+    let open = json!({ "prompt": "What is 2?", "ignore_eos": true });
+    place.write("prompts.jsonl", &format!("\u{feff}{}", lines(&[ended, open])));
+    let report = place.json(&to("answers.jsonl", &["-n", "6", "--json"]));
+    let found = answers(&place);
+    assert_eq!((&found[0]["tokens"], &found[1]["tokens"]), (&json!(0), &json!(6)));
+    assert_eq!(report["tokens"], json!(6));
+}
+
+#[test]
+fn a_line_that_contradicts_itself_or_the_command_is_refused() {
+    let place = Place::with_model();
+    let system = json!({ "role": "system", "content": "Be brief." });
+    let user = json!({ "role": "user", "content": "What is 1?" });
+    for (line, flags, expected) in [
+        (json!({ "prompt": "a", "system": "b" }), &["--raw"][..], "system: is for the chat"),
+        (json!({ "messages": [user] }), &["--raw"], "messages: are for the chat template, which"),
+        (json!({ "messages": [system, user], "system": "b" }), &[], "has both system and a mess"),
+    ] {
+        place.write("prompts.jsonl", &lines(&[line]));
+        let stderr = place.fails(2, &to("answers.jsonl", flags));
+        assert!(stderr.contains("prompts.jsonl:1: ") && stderr.contains(expected), "{stderr}");
+    }
+    // What the command says is for lines that say nothing.
+    place.write("prompts.jsonl", &lines(&[json!({ "messages": [system, user] })]));
+    place.ok(&to("answers.jsonl", &["--system", "b", "-n", "2"]));
 }
 
 #[test]
