@@ -133,8 +133,7 @@ fn main() -> ExitCode {
 /// aliases.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("--do-sample", "tokens are drawn unless --temperature is 0"),
-    ("--export-gguf", "a fused model is written as safetensors, which other tools convert"),
-    ("--gguf-path", "a fused model is written as safetensors, which other tools convert"),
+    ("--export-gguf", "--to gguf-f16 writes a GGUF file, --output model.gguf says where"),
     ("--load-in-4bit", "--quantize nf4 holds the weights in 4 bits"),
     ("--load-in-8bit", "--quantize int8 or q8_0 holds the weights in 8 bits"),
     ("--max-kv-size", "the cache grows with the text; leave it out"),
@@ -300,7 +299,7 @@ mod tests {
             ("train --layers 0,x", "--layers: is x, expected whole numbers in a list"),
             ("generate -p x -n -3", "--max-tokens: is -3, expected a whole number"),
             ("generate --logit-bias 3", "--logit-bias: is 3, but `3` is not ID=X"),
-            ("fuse -m x -a y -o z --export_gguf", "--export_gguf: a fused model is written"),
+            ("fuse -m x -a y -o z --export_gguf", "--export_gguf: --to gguf-f16 writes a GGUF"),
             (
                 "train --learning_rat 1",
                 "unknown flag --learning_rat; did you mean --learning-rate?",

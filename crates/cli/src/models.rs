@@ -16,6 +16,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
+use metal_candle::gguf::is_gguf;
 use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::{Holding, Model, Placement, Quantization};
 use metal_candle::parallel::launcher::Launched;
@@ -206,6 +207,12 @@ impl Source {
     ) -> anyhow::Result<PathBuf> {
         let named = match (&self.model, &self.adapter) {
             (Some(model), _) => model.clone(),
+            (None, Some(file)) if is_gguf(file) => {
+                return Err(usage(format!(
+                    "no model: {} is a GGUF adapter, which names no base model; give --model",
+                    file.display()
+                )));
+            }
             (None, Some(folder)) => {
                 check_adapter(folder)?;
                 let (_, base) = adapter::read_config(folder)?;

@@ -146,6 +146,12 @@ pub fn take_new(output: &Path, others: &[(&str, &Path)]) -> anyhow::Result<Arc<F
     let is_free = match std::fs::read_dir(output) {
         Ok(mut entries) => entries.next().is_none(),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => true,
+        Err(_) if output.metadata().is_ok_and(|found| !found.is_dir()) => {
+            return Err(usage(format!(
+                "output: {} exists already; choose another, or remove it",
+                output.display()
+            )));
+        }
         Err(error) => return Err(Error::io(output)(error).into()),
     };
     if !is_free {

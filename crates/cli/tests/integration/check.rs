@@ -98,6 +98,8 @@ fn what_cannot_be_checked_is_told() {
         (&["convert", "--check", "adapters", "a.gguf", "-a", "x"], "adapter: is x, but adapters"),
         (&["convert", "--check", "base", "a.gguf", "-m", "x"], "model: is x, but base"),
         (&["convert", "--check", "base", "a.gguf", "--max-kl", "-1"], "no number of at least 0"),
+        (&["convert", "--check", "a.gguf", "adapters"], "a.gguf is a GGUF adapter, which names no"),
+        (&["convert", "-a", "a.gguf", "--to", "peft", "-o", "x"], "base model; give --model"),
         (&["convert", "--adapter", "adapters", "--check"], "--output"),
         (&["fuse", "-a", "adapters", "-o", "x", "--texts", "data/test.jsonl"], "--check"),
     ] {

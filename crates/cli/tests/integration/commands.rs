@@ -137,8 +137,11 @@ fn an_adapter_is_converted_to_mlx_lm_and_back() {
     assert_eq!(bytes(&format!("back/{weights}")), bytes(&format!("adapters/{weights}")));
 
     // Nothing is written over.
+    place.write("there.gguf", "");
     for (output, to, expected) in [
         ("back", "mlx", "exists and is not empty"),
+        ("data/train.jsonl", "mlx", "data/train.jsonl exists already; choose another"),
+        ("there.gguf", "gguf", "there.gguf exists already; choose another"),
         ("base", "mlx", "model's own folder"),
         ("adapters", "mlx", "adapter's own folder"),
         ("new", "peft", "PEFT's files already"),
@@ -273,6 +276,14 @@ fn stdin_is_a_prompt_and_a_conversation() {
     assert_eq!(piped, place.ok(&[&generate[..], &["-p", "What is 1?"]].concat()));
     let raw = run(&[&generate[..], &["--raw"]].concat(), "What is 1?\n");
     assert!(!raw.is_empty());
+    // So is a file, as editors write it.
+    let tokens = |prompt: [&str; 2]| {
+        place.json(&[&generate[..], &prompt, &["--json"]].concat())["prompt_tokens"].clone()
+    };
+    for text in ["What is 1?\n", "\u{feff}What is 1?\r\n"] {
+        place.write("question.txt", text);
+        assert_eq!(tokens(["--prompt-file", "question.txt"]), tokens(["-p", "What is 1?"]));
+    }
     let chat = ["chat", "-m", "base", "-t", "0", "-n", "4", "--ignore-eos"];
     let answers =
         run(&chat, "What is 1?\n/reset\nWhat is 1?\n/system Be brief.\nWhat is 1?\n/exit\nno\n");
