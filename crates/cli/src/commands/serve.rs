@@ -6,6 +6,7 @@ use crate::interrupt;
 use crate::models::{self, Placed, Ranks, Runtime, Source, set_threads};
 use crate::output::{Terminal, shell_word};
 use crate::processes::Gpus;
+use crate::remote::{API_KEY, keys_of, variable};
 use crate::sampling;
 use crate::template::TemplateFlags;
 use anyhow::Context;
@@ -77,14 +78,7 @@ pub struct Arguments {
     port: u16,
     /// A key that requests have to bring, with which everything may be done; may be given several times, and is better
     /// given as METAL_CANDLE_API_KEY, as others may see a command's flags
-    #[arg(
-        long,
-        value_name = "KEY",
-        env = "METAL_CANDLE_API_KEY",
-        hide_env_values = true,
-        value_delimiter = ',',
-        help_heading = "Server"
-    )]
+    #[arg(long, value_name = "KEY", help_heading = "Server")]
     api_key: Vec<String>,
     /// Let everybody who reaches it ask, without a key
     #[arg(long, help_heading = "Server")]
@@ -147,7 +141,7 @@ impl Arguments {
                 max_waiting: self.max_waiting,
                 ..self.writing.options_for(&self.at_once)
             },
-            api_keys: self.api_key.clone(),
+            api_keys: api_keys(&self.api_key, variable(API_KEY).as_deref())?,
             allow_anyone: self.allow_anyone,
             hub_adapters: self.hub()?,
             max_file: self.max_file.saturating_mul(1 << 20),
@@ -207,6 +201,19 @@ impl Arguments {
         let hub = HubOptions { cache: self.data.join("hub"), ..HubOptions::from_env()? };
         Ok(Some(HubAdapters::new(hub)))
     }
+}
+
+/// The keys of the flags, or else those of the variable, each with commas between them.
+///
+/// # Errors
+/// When a flag has none: whoever gives it wants the server to be closed.
+fn api_keys(flags: &[String], variable: Option<&str>) -> anyhow::Result<Vec<String>> {
+    if flags.iter().any(|flag| keys_of(flag).next().is_none()) {
+        return Err(usage("api_key: is empty, expected a key; leave it out for none"));
+    }
+    let lists = flags.iter().map(String::as_str);
+    let lists = lists.chain(variable.filter(|_| flags.is_empty()));
+    Ok(lists.flat_map(keys_of).map(String::from).collect())
 }
 
 /// An address to listen on.
@@ -278,6 +285,18 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_are_those_that_clients_can_send() {
+        let keys = |flags: &[&str], variable| {
+            let flags: Vec<String> = flags.iter().map(ToString::to_string).collect();
+            api_keys(&flags, variable).map_err(|error| error.to_string())
+        };
+        assert_eq!(keys(&[], None).unwrap(), [""; 0]);
+        assert_eq!(keys(&[], Some("a, b ,,")).unwrap(), ["a", "b"]);
+        assert_eq!(keys(&["c, d", "e"], Some("a")).unwrap(), ["c", "d", "e"]);
+        assert!(keys(&["a", " "], None).unwrap_err().starts_with("api_key: is empty"));
+    }
 
     #[test]
     fn hosts_are_addresses_of_this_machine() {

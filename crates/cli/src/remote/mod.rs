@@ -19,7 +19,7 @@ use ureq::tls::{Certificate, PemItem, parse_pem};
 /// The variable that names the server.
 const SERVER: &str = "METAL_CANDLE_SERVER";
 /// The variable that has the key; the server reads it, too, and may have several there.
-const API_KEY: &str = "METAL_CANDLE_API_KEY";
+pub const API_KEY: &str = "METAL_CANDLE_API_KEY";
 /// The largest file of certificates, in bytes.
 const MOST_CERTIFICATES: u64 = 4 << 20;
 
@@ -44,7 +44,7 @@ impl Access {
     fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
         let given = self.api_key.clone().or_else(|| variable(API_KEY));
         let Some(keys) = given else { return Ok(None) };
-        let key = keys.split(',').next().unwrap_or_default().trim();
+        let key = keys_of(&keys).next().unwrap_or_default();
         let is_plain = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
         let value =
             is_plain.then(|| HeaderValue::from_str(&format!("Bearer {key}")).ok()).flatten();
@@ -77,8 +77,13 @@ impl Access {
     }
 }
 
+/// The keys of a list with commas between.
+pub fn keys_of(list: &str) -> impl Iterator<Item = &str> {
+    list.split(',').map(str::trim).filter(|key| !key.is_empty())
+}
+
 /// An environment variable that says something.
-fn variable(name: &str) -> Option<String> {
+pub fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.trim().is_empty())
 }
 
@@ -172,7 +177,9 @@ mod tests {
         let access = |key: &str| Access { api_key: Some(key.into()), tls_ca: None };
         let sent = access("sk-a, sk-b").authorization().unwrap().unwrap();
         assert_eq!(sent.to_str().unwrap(), "Bearer sk-a");
-        for wrong in ["", "a b", "a\nb", "ä"] {
+        let sent = access(" , sk-b").authorization().unwrap().unwrap();
+        assert_eq!(sent.to_str().unwrap(), "Bearer sk-b");
+        for wrong in ["", ",", "a b", "a\nb", "ä"] {
             let error = access(wrong).authorization().unwrap_err().to_string();
             assert!(error.starts_with("api_key: "), "{error}");
         }
