@@ -141,8 +141,14 @@ impl Arguments {
         use Part::{Decode, FirstToken, Ops, Prefill, Serve, Train};
         let command = Self::augment_args(clap::Command::new("bench"));
         let usual = Self::from_arg_matches(&command.try_get_matches_from(["bench"])?)?;
-        let flags: [(&str, bool, &[Part]); 19] = [
-            ("shape", self.shape != usual.shape, &[Train, Prefill, Decode, Serve, FirstToken]),
+        let (runtime, usual_runtime) = (&self.runtime, &usual.runtime);
+        let models: &[Part] = &[Train, Prefill, Decode, Serve, FirstToken];
+        let flags: [(&str, bool, &[Part]); 22] = [
+            ("shape", self.shape != usual.shape, models),
+            // An operation is timed in dtypes and formats of its own.
+            ("dtype", runtime.dtype != usual_runtime.dtype, models),
+            ("quantize", runtime.quantize.is_some(), models),
+            ("base-compute", runtime.base_compute != usual_runtime.base_compute, models),
             ("batch", self.batch != usual.batch, &[Train]),
             ("seq", self.seq != usual.seq, &[Train, Prefill]),
             ("rank", self.rank != usual.rank, &[Train]),
@@ -164,7 +170,7 @@ impl Arguments {
             ("seen-prompt", self.seen_prompt, &[FirstToken]),
             ("tokens", self.tokens != usual.tokens, &[Decode, Serve]),
             ("samples", self.samples != usual.samples, &[Ops]),
-            ("steps", self.steps != usual.steps, &[Train, Prefill, Decode, Serve, FirstToken]),
+            ("steps", self.steps != usual.steps, models),
         ];
         for (flag, is_given, parts) in flags {
             let is_timed = self.only.is_empty() || parts.iter().any(|it| self.only.contains(it));
@@ -346,10 +352,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     };
     if !to_stdout {
         let runtime = &arguments.runtime;
-        output::write(&heading(
-            &report,
-            describe_compute(runtime.dtype, runtime.base_compute, &device),
-        ))?;
+        let has_models = rows.iter().any(|row| !row.work.is_operation());
+        let compute =
+            has_models.then(|| describe_compute(runtime.dtype, runtime.base_compute, &device));
+        output::write(&heading(&report, compute))?;
     }
     for row in &rows {
         for row in arguments.ways(row, &device) {
@@ -377,7 +383,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
 }
 
 /// The machine, its peaks and the names of the columns.
-fn heading(report: &Report, compute: String) -> String {
+fn heading(report: &Report, compute: Option<String>) -> String {
     let (machine, peaks) = (&report.machine, &report.peaks);
     let giga = |rate: f64| format!("{:.0}", rate / 1e9);
     let read: Vec<String> = peaks
@@ -409,7 +415,7 @@ fn heading(report: &Report, compute: String) -> String {
             ),
         ),
     ];
-    rows.push(("Models", compute));
+    rows.extend(compute.map(|compute| ("Models", compute)));
     if let Some(launch) = peaks.launch {
         rows.push(("Launching", format!("{:.2} µs an operation that does nothing", launch * 1e6)));
     }

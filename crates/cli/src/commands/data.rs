@@ -104,10 +104,16 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let found = datasets::find(&data, &arguments.sources, Wanted::Everything, terminal)?;
     let model = match (&arguments.source.model, &arguments.source.adapter) {
         (None, None) => {
-            if arguments.template.chat_template.is_some()
-                || arguments.template.chat_template_kwargs.is_some()
-            {
-                return Err(usage("chat_template: needs a tokenizer; give --model"));
+            let (template, usual) = (&arguments.template, DataOptions::default());
+            for (key, is_given) in [
+                ("chat_template", template.chat_template.is_some()),
+                ("chat_template_kwargs", template.chat_template_kwargs.is_some()),
+                ("max_seq_length", arguments.max_seq_length != usual.max_seq_length),
+                ("loss_on", arguments.loss_on != Loss::default()),
+            ] {
+                if is_given {
+                    return Err(usage(format!("{key}: needs a tokenizer; give --model")));
+                }
             }
             None
         }

@@ -1,8 +1,9 @@
 //! Other programs' words for where data come from, as the sources that they mean here.
 
 use super::data::{KEYS, check};
-use super::keys::{Keys, shown, suggestion};
+use super::keys::{Keys, cut, shown, suggestion};
 use serde_yaml_ng::{Mapping, Value};
+use std::path::Path;
 
 /// What a key of a source is called elsewhere, and here.
 type Names = &'static [(&'static str, &'static str)];
@@ -47,6 +48,14 @@ pub fn hf_dataset(keys: &mut Keys, name: &str, value: &Value) -> Result<(), Stri
                 ("config", Value::String(_)) => put(&mut source, "config", name, value)?,
                 _ => put(&mut source, own(name, key, NAMES)?, name, value)?,
             }
+        }
+        if let Some(Value::String(path)) = source.get("path")
+            && Path::new(path).exists()
+        {
+            return Err(format!(
+                "{name}.path: {} is on this machine, expected the id of a data set of the hub; give what is here as `data`",
+                cut(path)
+            ));
         }
         for (key, default) in [("split", "train[:80%]"), ("valid_split", "train[-10%:]")] {
             if !source.contains_key(key) {
@@ -222,6 +231,7 @@ mod tests {
                 "unknown key `word.promt_feature`; did you mean `prompt_feature`",
             ),
             (mlx, "{path: o/n, config: {data_dir: x}}", "word.config.data_dir: is not supported"),
+            (mlx, "{path: src}", "word.path: src is on this machine, expected the id"),
             (mlx, "{path: o/n, name: o/m}", "word: says o/n and o/m for the same thing"),
             (
                 datasets,

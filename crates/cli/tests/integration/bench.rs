@@ -58,6 +58,7 @@ fn every_part_is_timed_and_reported() {
         ["bench", "--only", "ops", "--samples", "1", "-q", "--threads", "1", "--json", "ops.json"];
     let table = place.ok(&ops);
     assert!(table.contains("GFLOP/s") && table.contains("of peak"), "{table}");
+    assert!(!table.contains("Models"), "{table}");
     let report: serde_json::Value = serde_json::from_str(&place.read("ops.json")).unwrap();
     assert_eq!(report["peaks"]["threads"], 1);
     for row in report["rows"].as_array().unwrap() {
@@ -90,6 +91,9 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--floors", "--json"], "cannot be used with"),
         (&["--only", "decode", "--adapters", "3"], "--adapters: is for serve, which --only leaves"),
         (&["--only", "ops", "--mixed-lengths"], "--mixed-lengths: is for serve"),
+        (&["--only", "ops", "--quantize", "nf4"], "--quantize: is for train, prefill"),
+        (&["--only", "ops", "--base-compute", "int8"], "--base-compute: is for train, prefill"),
+        (&["--only", "ops", "--dtype", "bf16"], "--dtype: is for train, prefill"),
         (&["--only", "serve", "--samples", "9"], "--samples: is for ops"),
         (&["--only", "train", "--tokens", "9"], "--tokens: is for decode, serve"),
         (&["--device", "cpu", "--matmul", "candle"], "matmul: is only for Metal"),

@@ -354,8 +354,15 @@ fn mistakes_about_the_chat_template_are_named() {
     }
     let stderr = place.fails(2, &train(&["-d", "data", "--chat-template-kwargs", "{\"loud\": 1}"]));
     assert!(stderr.contains("the chat template has no loud"), "{stderr}");
-    let stderr = place.fails(2, &["data", "data", "--chat-template", TEMPLATE]);
-    assert!(stderr.contains("needs a tokenizer; give --model"), "{stderr}");
+    for (key, flags) in [
+        ("chat_template", ["--chat-template", TEMPLATE]),
+        ("chat_template_kwargs", ["--chat-template-kwargs", "{\"loud\": 1}"]),
+        ("max_seq_length", ["--max-seq-length", "5"]),
+        ("loss_on", ["--loss-on", "all"]),
+    ] {
+        let stderr = place.fails(2, &[&["data", "data"], &flags[..]].concat());
+        assert!(stderr.contains(&format!("{key}: needs a tokenizer; give --model")), "{stderr}");
+    }
 }
 
 #[test]
