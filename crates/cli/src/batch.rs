@@ -342,7 +342,7 @@ fn answer(
     partial: &mut Partial,
     terminal: Terminal,
 ) -> anyhow::Result<Option<Counts>> {
-    engine_options.draft_model = writing.draft_model(&given.loaded.model, terminal)?;
+    engine_options.draft_model = writing.draft_model(given.loaded, terminal)?;
     let stop = interrupt::watch("stopping; the same command goes on from here");
     let mut engine =
         Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;

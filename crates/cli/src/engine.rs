@@ -10,6 +10,7 @@ use metal_candle::engine::{
 };
 use metal_candle::generate::{FinishReason, GenerateOptions, Piece};
 use metal_candle::model::Model;
+use metal_candle::text::Tokenizer;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -103,11 +104,18 @@ impl Writing {
     /// The smaller model beside this one, if one is asked for.
     pub fn draft_model(
         &self,
-        model: &Model,
+        loaded: &Loaded,
         terminal: Terminal,
     ) -> anyhow::Result<Option<Arc<Model>>> {
         let Some(name) = &self.draft_model else { return Ok(None) };
+        let Loaded { model, tokenizer, .. } = loaded;
         let folder = models::resolve(name, None, terminal)?;
+        let of_draft =
+            Tokenizer::load(&folder).with_context(|| format!("the draft model {name}"))?;
+        if let Some(id) = of_draft.first_difference(tokenizer) {
+            let (draft, model) = (("draft model", &of_draft), ("model", tokenizer));
+            return Err(models::another_vocabulary("draft_model", id, draft, model));
+        }
         let draft = Model::load(&folder, model.dtype(), model.device())
             .with_context(|| format!("the draft model {name}"))?;
         Ok(Some(Arc::new(draft)))
@@ -188,7 +196,7 @@ impl<'a> Writer<'a> {
     pub fn new(loaded: &'a Loaded, writing: &Writing, terminal: Terminal) -> anyhow::Result<Self> {
         let options = EngineOptions { max_sequences: 1, ..writing.options() };
         options.validate().map_err(usage)?;
-        let draft_model = writing.draft_model(&loaded.model, terminal)?;
+        let draft_model = writing.draft_model(loaded, terminal)?;
         let options = EngineOptions { draft_model, ..options };
         Ok(Self { loaded, options, engine: None })
     }

@@ -42,7 +42,7 @@ use std::process::ExitCode;
     propagate_version = true,
     max_term_width = 100,
     after_help = "Exit codes: 0 done, 1 failed (as it may by a flag that only the model or the data show to be wrong), \
-                  2 wrong usage, 130 ended by Ctrl-C, SIGTERM or SIGHUP, of which `serve` ends with 0.\n\
+                  2 wrong usage, 130 ended by Ctrl-C, SIGTERM or SIGHUP, after which `serve` exits with 0.\n\
                   METAL_CANDLE_LOG sets what is logged, such as metal_candle=debug."
 )]
 struct Cli {

@@ -6,7 +6,7 @@ use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::processes::Gpus;
 use crate::run_folder::unfinished;
-use crate::settings::{BaseCompute, BasePlacement, Matmul, Precision, Processor};
+use crate::settings::{BaseCompute, BasePlacement, Matmul, Precision, Processor, cut};
 use crate::template::TemplateFlags;
 use crate::visible::visible;
 use anyhow::Context;
@@ -298,6 +298,21 @@ impl Source {
         };
         Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
     }
+}
+
+/// That a token of one model is none, or another one, of the model beside it; each with what it is called.
+pub fn another_vocabulary(
+    key: &str,
+    id: u32,
+    (name, tokenizer): (&str, &Tokenizer),
+    (other_name, other): (&str, &Tokenizer),
+) -> anyhow::Error {
+    let [token, other] =
+        [tokenizer, other].map(|it| it.id_to_token(id).map_or("nothing".into(), |it| cut(&it)));
+    usage(format!(
+        "{key}: has another vocabulary than the {other_name}: token {id} is {token} of the {name} and {other} of the \
+         {other_name}; expected models with the same tokenizer"
+    ))
 }
 
 /// What `--quantize` takes.

@@ -260,7 +260,7 @@ impl Asked {
     ) -> anyhow::Result<(Answers, anyhow::Result<()>)> {
         let Self { requests, expected, left_out } = self;
         let prompts: Vec<_> = requests.iter().map(|request| request.prompt.clone()).collect();
-        let draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
+        let draft_model = arguments.writing.draft_model(loaded, terminal)?;
         let options = EngineOptions { draft_model, ..options };
         let bar =
             Bar::new(terminal, "{bar:30} {pos}/{len} answers {elapsed}", requests.len() as u64);

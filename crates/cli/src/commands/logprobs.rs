@@ -8,7 +8,6 @@ use crate::measured::Measured;
 use crate::models::{self, Placed, Runtime, Source, set_threads};
 use crate::output::{Terminal, grouped};
 use crate::progress::Bar;
-use crate::settings::cut;
 use crate::template::TemplateFlags;
 use crate::training::template_time;
 use clap::Args;
@@ -52,12 +51,7 @@ pub struct Arguments {
 
 /// That a token of the student is none, or another one, of the teacher.
 fn another_vocabulary(id: u32, student: &Tokenizer, teacher: &Tokenizer) -> anyhow::Error {
-    let [of_student, of_teacher] =
-        [student, teacher].map(|it| it.id_to_token(id).map_or("nothing".into(), |it| cut(&it)));
-    usage(format!(
-        "student: has another vocabulary than the teacher: token {id} is {of_student} of the student and {of_teacher} of the \
-         teacher; expected models with the same tokenizer"
-    ))
+    models::another_vocabulary("student", id, ("student", student), ("teacher", teacher))
 }
 
 /// Writes what the model says.

@@ -251,7 +251,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     };
     let (runtime, placed) = (&arguments.runtime, Placed::default());
     let loaded = source.load_on(first, runtime, &placed, &arguments.template, terminal)?;
-    options.engine.draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
+    options.engine.draft_model = arguments.writing.draft_model(&loaded, terminal)?;
     let mut replicas = Vec::new();
     for devices in others {
         let holding = runtime.quantization()?.into();

@@ -66,6 +66,10 @@ fn each_prompt_is_answered_as_by_itself() {
     assert_eq!(place.read("guessed.jsonl"), place.read("answers.jsonl"));
     let stderr = place.fails(2, &to("wrong.jsonl", &["--draft-tokens", "64"]));
     assert!(stderr.contains("draft_tokens: is 64"), "{stderr}");
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/demo/base");
+    let other = ["--draft-tokens", "3", "--draft-model", demo];
+    let stderr = place.fails(2, &to("wrong.jsonl", &other));
+    assert!(stderr.contains("draft_model: has another vocabulary than the model"), "{stderr}");
     let stderr = place.fails(2, &to("wrong.jsonl", &["--draft-model", "base"]));
     assert!(stderr.contains("--draft-tokens"), "{stderr}");
 }

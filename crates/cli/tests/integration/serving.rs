@@ -21,10 +21,16 @@ struct Served<'a> {
 
 impl<'a> Served<'a> {
     fn start(place: &'a Place, further: &[&str]) -> Self {
+        Self::start_with(place, further, &[])
+    }
+
+    /// One that finds these variables.
+    fn start_with(place: &'a Place, further: &[&str], variables: &[(&str, &str)]) -> Self {
         let base = file("demo/base");
         let serve = ["serve", "--model", &base, "--data", "server", "--port", "0"];
         let small = ["--device", "cpu", "--cache-tokens", "8192"];
         let mut command = place.command(&[&serve[..], &small, further].concat());
+        command.envs(variables.iter().copied());
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
         let mut told = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
@@ -91,6 +97,19 @@ fn a_chat_in_which_nothing_is_said_of_lengths_is_answered() {
     let output = server.run("", &["chat", "--server"], "How many legs has a beetle?\n");
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(!text(&output.stdout).trim().is_empty());
+}
+
+/// As a file of variables has it that leaves the key open.
+#[cfg(unix)]
+#[test]
+fn an_empty_key_is_none_and_a_server_that_is_told_to_stop_exits_with_0() {
+    let place = Place::new();
+    let mut server = Served::start_with(&place, &[], &[("METAL_CANDLE_API_KEY", "")]);
+    server.ok("", LIST);
+    send(&server.child, libc::SIGTERM);
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+    let stderr = place.fails(2, &["serve", "-m", "x", "--api-key", ""]);
+    assert!(stderr.contains("api_key: is empty"), "{stderr}");
 }
 
 #[test]
