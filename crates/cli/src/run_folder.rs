@@ -12,8 +12,9 @@ use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
 use metal_candle::model::Shards;
 use metal_candle::parallel::Group;
 use metal_candle::text::CHAT_TEMPLATE;
-use metal_candle::train::{FolderLock, latest_checkpoint};
+use metal_candle::train::{FolderLock, REFERENCES, latest_checkpoint};
 use metal_candle::{Error, files};
+use serde_yaml_ng::Mapping;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,9 +27,22 @@ pub const EVENTS: &str = "tensorboard";
 pub const PICTURES: [&str; 2] = ["loss.svg", "loss.png"];
 const STATE: &str = "trainer_state.json";
 const MODEL_CONFIG: &str = "config.json";
+const NOT_REMOVED: &str = "an earlier run cannot be removed";
 
 /// The weights of an adapter, from whichever program it is.
 const ADAPTERS: [&str; 2] = [ADAPTER_WEIGHTS, MLX_WEIGHTS];
+
+/// The files of a run, but for a whole model and the settings.
+const FILES: [&str; 8] = [
+    ADAPTERS[0],
+    ADAPTERS[1],
+    ADAPTER_CONFIG,
+    CHAT_TEMPLATE,
+    METRICS,
+    PICTURES[0],
+    PICTURES[1],
+    "base_files.json",
+];
 
 /// Where a run goes on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,17 +123,36 @@ impl Resume {
         }
     }
 
-    /// The folder of the run that is continued.
-    pub fn run(&self) -> &Path {
+    /// The folder of the run that is continued; `None` for a checkpoint that doesn't lie in its run's folder.
+    pub fn run(&self) -> Option<PathBuf> {
         match self {
-            Self::Newest(run) | Self::Again { run, .. } => run,
-            Self::At(checkpoint) => checkpoint
-                .parent()
-                .and_then(Path::parent)
-                .filter(|run| !run.as_os_str().is_empty())
-                .unwrap_or(Path::new(".")),
+            Self::Newest(run) | Self::Again { run, .. } => Some(run.clone()),
+            Self::At(checkpoint) => {
+                let parent = parent_of(checkpoint).filter(|path| path.ends_with(CHECKPOINTS))?;
+                let run = parent.parent().filter(|run| run.join(CONFIG).is_file())?;
+                // By the name that was given, where it leads there.
+                let given = checkpoint
+                    .parent()
+                    .and_then(Path::parent)
+                    .map(|given| if given.as_os_str().is_empty() { Path::new(".") } else { given });
+                Some(given.filter(|given| same_folder(given, run)).unwrap_or(run).to_path_buf())
+            }
         }
     }
+
+    /// Whether the run that is continued is that in `output`.
+    fn is_of(&self, output: &Path) -> bool {
+        match self {
+            Self::Newest(run) | Self::Again { run, .. } => same_folder(run, output),
+            Self::At(checkpoint) => parent_of(checkpoint)
+                .is_some_and(|parent| same_folder(&parent, &output.join(CHECKPOINTS))),
+        }
+    }
+}
+
+/// The folder that a folder lies in, whatever it is called by.
+fn parent_of(folder: &Path) -> Option<PathBuf> {
+    Some(folder.canonicalize().ok()?.parent()?.to_path_buf())
 }
 
 /// Takes the output folder, which has to be writable and to hold no other run.
@@ -183,20 +216,17 @@ pub fn hold(lock: metal_candle::Result<FolderLock>) -> anyhow::Result<Arc<Folder
 
 fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
     let output = &settings.output;
-    if start.resume.as_ref().is_some_and(|resume| same_folder(resume.run(), output)) {
+    if start.resume.as_ref().is_some_and(|resume| resume.is_of(output)) {
         return Ok(());
     }
-    let model = settings.fine_tune_type == FineTuneType::Full && output.join(MODEL_CONFIG).exists();
+    let full = settings.fine_tune_type == FineTuneType::Full;
+    if !output.join(CONFIG).is_file() {
+        return check_foreign(output, full);
+    }
     if start.overwrite {
-        if model && !output.join(CONFIG).is_file() {
-            return Err(usage(format!(
-                "output: {} holds a model that no run has left there (it has no {CONFIG}), which --overwrite \
-                 does not remove; choose another folder with --output",
-                output.display()
-            )));
-        }
-        return Ok(());
+        return to_remove(output).map(drop);
     }
+    let model = full && output.join(MODEL_CONFIG).exists();
     let adapter = ADAPTERS.iter().any(|name| output.join(name).exists());
     if model || adapter || latest_checkpoint(output)?.is_some() {
         return Err(usage(format!(
@@ -208,41 +238,115 @@ fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes what an earlier run left, if `overwrite` or if it ended before its first checkpoint.
-///
-/// Whenever this is interrupted, the earlier run is there as a whole, or can't be resumed and is removed
-/// by the next one: the checkpoints go first and at once, then the result, and the settings that say
-/// what it was go last.
-pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
-    if !overwrite && !output.join(METRICS).exists() {
+/// That a folder without the settings of a run has nothing by the names that a run's files have: it is somebody else's.
+fn check_foreign(output: &Path, full: bool) -> anyhow::Result<()> {
+    let model = [MODEL_CONFIG].into_iter().filter(|_| full);
+    let names = FILES.into_iter().chain([EVENTS]).chain(model);
+    let mut found: Vec<String> =
+        names.filter(|name| output.join(name).exists()).map(String::from).collect();
+    if let Some(checkpoint) = latest_checkpoint(output)? {
+        let name = checkpoint.strip_prefix(output).unwrap_or(&checkpoint);
+        found.push(name.display().to_string());
+    }
+    if found.is_empty() {
         return Ok(());
     }
-    files::remove_folder_atomic(output.join(CHECKPOINTS))?;
-    let mut names: Vec<String> = ADAPTERS.iter().map(ToString::to_string).collect();
-    names.push(ADAPTER_CONFIG.into());
-    if output.join(CONFIG).is_file() {
-        // A model's files without these settings are those of somebody else.
-        names.extend(weights(output)?);
-        names.push(MODEL_CONFIG.into());
+    Err(usage(format!(
+        "output: {} holds {}, which no run has left there (it has no {CONFIG}); a run replaces only a run's files, also with \
+         --overwrite; choose another folder with --output",
+        output.display(),
+        found.join(", ")
+    )))
+}
+
+/// That nothing which a new run reads is removed with the run that it takes the place of. Each input has its key.
+pub fn check_inputs(output: &Path, inputs: &[(&str, Option<&Path>)]) -> anyhow::Result<()> {
+    let Ok(folder) = output.canonicalize() else { return Ok(()) };
+    if !folder.join(CONFIG).is_file() {
+        return Ok(());
     }
-    // What was copied beside a whole model, so that no template of it is taken for the next run's.
-    let copied = match output.join(CONFIG).is_file() && output.join(MODEL_CONFIG).is_file() {
-        true => files::companions(output)?,
-        false => Vec::new(),
-    };
-    let rest = [CHAT_TEMPLATE, METRICS, PICTURES[0], PICTURES[1], "base_files.json"];
-    names.extend(rest.map(String::from));
-    files::remove_folder_atomic(output.join(EVENTS))?;
-    names.push(CONFIG.into());
-    for path in copied.into_iter().chain(names.into_iter().map(|name| output.join(name))) {
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io(&path)(error)).context("an earlier run cannot be removed");
-            }
-            _ => {}
+    let mut removed = to_remove(&folder)?;
+    removed.extend([CHECKPOINTS, EVENTS].map(|name| folder.join(name)));
+    for (key, input) in inputs {
+        let Some(path) = input.and_then(|path| path.canonicalize().ok()) else { continue };
+        if removed.iter().any(|it| path.starts_with(it) || it.parent() == Some(path.as_path())) {
+            return Err(usage(format!(
+                "{key}: {} is of the run in the output folder, {}, whose files go when another run begins there; choose another \
+                 folder with --output",
+                path.display(),
+                output.display()
+            )));
         }
     }
     Ok(())
+}
+
+/// Removes what an earlier run left, if `overwrite` or if it ended before its first checkpoint. A folder without the
+/// settings of a run holds none, and keeps everything.
+///
+/// Whenever this is interrupted, the earlier run is there as it was at one of its checkpoints, or can't be resumed and is
+/// removed by the next one: the checkpoints go first, the newest one before those that it followed, then the result, and
+/// the settings that say what it was go last.
+pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
+    let is_run = output.join(CONFIG).is_file();
+    if !is_run || (!overwrite && !output.join(METRICS).exists()) {
+        return Ok(());
+    }
+    let to_remove = to_remove(output)?;
+    let checkpoints = output.join(CHECKPOINTS);
+    // What was being replaced when an earlier run was killed comes back, and goes with the others.
+    files::remove_stale_partials(&checkpoints)?;
+    while let Some(newest) = latest_checkpoint(output)? {
+        files::remove_folder_atomic(newest)?;
+    }
+    remove_file(&checkpoints.join(REFERENCES))?;
+    match std::fs::remove_dir(&checkpoints) {
+        // Something else is in it.
+        Err(error) if error.kind() == std::io::ErrorKind::DirectoryNotEmpty => {}
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::io(&checkpoints)(error)).context(NOT_REMOVED);
+        }
+        _ => {}
+    }
+    files::remove_folder_atomic(output.join(EVENTS))?;
+    to_remove.iter().try_for_each(|path| remove_file(path))
+}
+
+/// The files of the run in a folder, in the order in which they go.
+fn to_remove(output: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let config = output.join(CONFIG);
+    let mut paths = Vec::new();
+    if trains_every_weight(&config)? {
+        // What was copied beside a whole model, too, so that no template of it is taken for the next run's.
+        if output.join(MODEL_CONFIG).is_file() {
+            paths.extend(files::companions(output)?);
+        }
+        paths.extend(weights(output)?.into_iter().map(|name| output.join(name)));
+        paths.push(output.join(MODEL_CONFIG));
+    }
+    paths.extend(FILES.map(|name| output.join(name)));
+    paths.push(config);
+    Ok(paths)
+}
+
+/// Whether a run's result is a whole model, by its settings; beside an adapter a model is somebody else's.
+fn trains_every_weight(config: &Path) -> anyhow::Result<bool> {
+    let text = std::fs::read(config).map_err(Error::io(config))?;
+    let saved: Mapping = serde_yaml_ng::from_slice(&text).map_err(|error| {
+        let expected = "expected the settings of a run; remove what is in its folder by hand, or choose another with --output";
+        usage(format!("{}: is not a mapping ({error}); {expected}", config.display()))
+    })?;
+    let full = serde_yaml_ng::to_value(FineTuneType::Full)?;
+    Ok(saved.get("fine_tune_type") == Some(&full))
+}
+
+fn remove_file(path: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::io(path)(error)).context(NOT_REMOVED)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The files of a model's weights in a folder.

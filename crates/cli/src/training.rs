@@ -156,6 +156,15 @@ impl Run {
                 settings.output.display()
             )));
         }
+        if start.resume.is_none() {
+            let model = if settings.from_config.is_some() { "from_config" } else { "model" };
+            let inputs = [
+                (model, Some(folder.as_path())),
+                ("init_adapter", settings.init_adapter.as_deref()),
+                ("teacher", settings.teacher.as_deref()),
+            ];
+            run_folder::check_inputs(&settings.output, &inputs)?;
+        }
         let config = Config::load(&folder)?;
         let mut tokenizer = Tokenizer::load(&folder)?;
         let mut chat_template = match &settings.init_adapter {

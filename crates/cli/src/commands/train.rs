@@ -59,7 +59,7 @@ pub struct Arguments {
     config: Option<PathBuf>,
     #[command(flatten)]
     flags: Flags,
-    /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder that is whole; with `auto`, start it where there is none. With more --steps or --epochs than before, the steps that follow have the learning rates of a run that was this long from the beginning
+    /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder that is whole; with `auto`, start it where there is none. A checkpoint that was copied out of its run's folder needs --output. With more --steps or --epochs than before, the steps that follow have the learning rates of a run that was this long from the beginning
     #[arg(long, value_name = "DIR|auto", num_args = 0..=1, conflicts_with = "overwrite", help_heading = "Output")]
     resume: Option<Option<PathBuf>>,
     /// Begin again in a folder that holds a run
@@ -474,11 +474,12 @@ fn settings(
         let output = arguments.flags.output.clone().or(in_file);
         let folder = output.clone().unwrap_or_else(|| Settings::default().output);
         start.resume = Resume::find(given.as_deref(), &folder)?;
-        let run = start.resume.as_ref().map_or(folder.as_path(), Resume::run).to_path_buf();
+        let run = start.resume.as_ref().map_or(Some(folder), Resume::run);
         // Without another file, the run goes on as it was told when it began.
-        let saved = run.join(CONFIG);
-        if start.resume.is_some() && saved.is_file() {
-            let config = saved;
+        let saved = run.as_ref().map(|run| run.join(CONFIG)).filter(|saved| saved.is_file());
+        if start.resume.is_some()
+            && let Some(config) = saved
+        {
             let mut saved = File::read(&config)?;
             saved.resume_from = None;
             match &mut file {
@@ -505,7 +506,15 @@ fn settings(
             let map = &mut file.get_or_insert_default().map;
             divided = divide(rows, processes, arguments.flags.batch_size, map)?;
         }
-        arguments.flags.output = Some(output.unwrap_or(run));
+        let Some(output) = output.or(run) else {
+            let checkpoint = start.resume.as_ref().map_or(Path::new("auto"), Resume::from);
+            return Err(usage(format!(
+                "resume: {} doesn't lie in its run's folder, as checkpoints/ beside {CONFIG}, so it isn't known where the run \
+                 is to write; give --output",
+                checkpoint.display()
+            )));
+        };
+        arguments.flags.output = Some(output);
     }
     let Flags { output, from_config, init_adapter, teacher, .. } = &arguments.flags;
     for (key, path) in [

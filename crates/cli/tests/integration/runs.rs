@@ -328,6 +328,85 @@ fn overwriting_that_is_broken_off_leaves_nothing_of_the_old_run_to_resume() {
 }
 
 #[test]
+fn what_no_run_has_left_in_a_folder_stays() {
+    let place = Place::with_model();
+    let mine = ["metrics.jsonl", "loss.png", "tensorboard/other/events", "checkpoints/mine/a.pt"];
+    mine.iter().for_each(|name| place.write(&format!("mine/{name}"), "mine"));
+    for more in [&[][..], &["--overwrite"]] {
+        let arguments = [&["--steps", "1", "-q", "-o", "mine"], more].concat();
+        let stderr = place.fails(2, &with(&arguments));
+        let expected =
+            "mine holds metrics.jsonl, loss.png, tensorboard, which no run has left there";
+        assert!(stderr.contains(expected), "{stderr}");
+    }
+    mine.iter().for_each(|name| assert_eq!(place.read(&format!("mine/{name}")), "mine"));
+
+    // What stands beside a run's files does so, too, as a model beside an adapter.
+    let beside = ["checkpoints/mine/a.pt", "config.json", "model.safetensors", "tokenizer.json"];
+    beside.iter().for_each(|name| place.write(&format!("run/{name}"), "mine"));
+    place.ok(&with(&["--steps", "2", "-q", "-o", "run"]));
+    place.ok(&with(&["--steps", "1", "-q", "-o", "run", "--overwrite"]));
+    beside.iter().for_each(|name| assert_eq!(place.read(&format!("run/{name}")), "mine"));
+    assert!(!place.path("run/checkpoints/step-00000002").exists());
+    assert!(place.path("run/checkpoints/step-00000001").exists());
+}
+
+#[test]
+fn what_a_run_begins_with_is_not_overwritten() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "1", "-q", "-o", "first"]));
+    let again = ["--steps", "1", "-q", "--init-adapter", "first", "-o", "first", "--overwrite"];
+    let stderr = place.fails(2, &with(&again));
+    assert!(stderr.contains("init_adapter: ") && stderr.contains("choose another"), "{stderr}");
+    assert!(place.path("first/adapter_model.safetensors").is_file());
+    assert!(place.path("first/checkpoints/step-00000001").is_dir());
+    // In a folder of its own it begins there.
+    place.ok(&with(&["--steps", "1", "-q", "--init-adapter", "first", "-o", "second"]));
+
+    let full = ["train", "-d", "data", "--fine-tune-type", "full", "--steps", "1", "-q"];
+    place.ok(&[&full[..], &["-m", "base", "-o", "whole"]].concat());
+    let checkpoint = "whole/checkpoints/step-00000001";
+    let more = ["-m", checkpoint, "-o", "whole", "--overwrite"];
+    let stderr = place.fails(2, &[&full[..], &more].concat());
+    assert!(stderr.contains("model: ") && stderr.contains("choose another"), "{stderr}");
+    assert!(place.path(checkpoint).join("tokenizer.json").is_file());
+}
+
+#[test]
+fn a_checkpoint_that_was_copied_goes_on_where_it_is_told_to() {
+    let place = Place::with_model();
+    let steps = ["--steps", "2", "--save-every", "1"];
+    place.ok(&with(&[&steps[..], &["-q", "-o", "old"]].concat()));
+    // Into the folder of another run, which is none of its own.
+    place.ok(&with(&["--steps", "3", "-q", "-o", "other"]));
+    std::fs::create_dir(place.path("other/backup")).unwrap();
+    let checkpoint = "other/backup/step-00000001";
+    let mut copy = Command::new("cp");
+    copy.arg("-r").arg(place.path("old/checkpoints/step-00000001")).arg(place.path(checkpoint));
+    assert!(copy.status().unwrap().success());
+    let before = place.read("other/metrics.jsonl");
+    for (more, expected) in
+        [(&[][..], "so it isn't known where"), (&["-o", "other"], "holds a run already")]
+    {
+        let resume = [&steps[..], &["--resume", checkpoint], more].concat();
+        let stderr = place.fails(2, &with(&resume));
+        assert!(stderr.contains(expected) && stderr.contains("--output"), "{stderr}");
+    }
+    assert_eq!(place.read("other/metrics.jsonl"), before);
+    assert!(place.path("other/checkpoints/step-00000003").is_dir());
+    let resume = [&steps[..], &["--resume", checkpoint, "-o", "new"]].concat();
+    let output = place.run(&with(&resume));
+    let stderr = text(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("Going on after step 1 of 2"), "{stderr}");
+    // In its run's folder it goes on there.
+    place.ok(&["train", "--resume", "old/checkpoints/step-00000001", "-q"]);
+    let result =
+        |run: &str| std::fs::read(place.path(run).join("adapter_model.safetensors")).unwrap();
+    assert!(result("new") == result("old"));
+}
+
+#[test]
 fn a_start_that_fails_leaves_no_folder_and_touches_no_file() {
     let place = Place::with_model();
     place.fails(1, &["train", "-m", "base", "-d", "nothing", "-o", "new/run"]);

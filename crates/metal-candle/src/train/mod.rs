@@ -32,6 +32,7 @@ pub use optimizer::{
     OptimizerPlacement, SgdOptions,
 };
 pub use options::{ActivationPlacement, BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
+pub use references::FILE as REFERENCES;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use task::Task;
 pub use teach::write_teacher;

@@ -10,8 +10,8 @@ use crate::{Error, Result, files};
 use candle_core::DType;
 use std::path::Path;
 
-/// The file in the folder of the run's checkpoints.
-pub(super) const FILE: &str = "reference_logps.safetensors";
+/// The file of the reference's log-probabilities, in the folder of a run's checkpoints.
+pub const FILE: &str = "reference_logps.safetensors";
 const TENSOR: &str = "logps";
 /// The key of the hash of what they were computed from.
 const HASH: &str = "hash";
