@@ -418,6 +418,57 @@ mod tests {
     }
 
     #[test]
+    fn lion_of_transformers_has_its_adams_beta2_unless_told() {
+        for (yaml, beta2) in [
+            ("optim: lion_32bit", 0.999),
+            ("optimizer: paged_lion_32bit", 0.999),
+            ("optim: lion_32bit\nadam_beta2: 0.95", 0.95),
+            ("optimizer: lion", 0.99),
+        ] {
+            let settings = parse(yaml).unwrap();
+            assert_eq!(settings.beta2, Some(beta2), "{yaml}");
+            assert_eq!(parse(&settings.to_yaml().unwrap()).unwrap(), settings, "{yaml}");
+        }
+    }
+
+    #[test]
+    fn without_peft_every_weight_is_trained() {
+        use crate::settings::FineTuneType;
+        let kind = |yaml: &str| parse(yaml).map(|settings| settings.fine_tune_type);
+        assert_eq!(kind("use_peft: true"), Ok(FineTuneType::Lora));
+        // As TRL writes all of its options.
+        let dump = "use_peft: false\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: null";
+        assert_eq!(kind(dump), Ok(FineTuneType::Full));
+        assert!(kind("use_peft: false\nfine_tune_type: lora").unwrap_err().contains("keep one"));
+    }
+
+    #[test]
+    fn what_other_programs_always_write_together_is_no_contradiction() {
+        for (yaml, same) in [
+            ("stage: dpo\npref_loss: orpo\npref_beta: 0.2", "objective: orpo\nbeta: 0.2"),
+            ("stage: dpo\npref_loss: simpo", "objective: simpo"),
+            ("stage: dpo\npref_loss: hinge", "objective: dpo\nloss_type: hinge"),
+            ("finetuning_type: lora\nuse_dora: true", "fine_tune_type: dora"),
+            ("adapter: lora\npeft_use_dora: true", "fine_tune_type: dora"),
+            ("peft_use_dora: true\nadapter: qlora", "fine_tune_type: dora\nquantize: nf4"),
+            ("warmup_ratio: 0.0\nwarmup_steps: 0", "warmup_steps: 0"),
+            ("max_steps: 500\nnum_train_epochs: 3.0", "steps: 500"),
+            ("max_steps: -1\nnum_train_epochs: 3.0", "epochs: 3"),
+            ("bf16: true\ntorch_dtype: auto", "dtype: bf16"),
+        ] {
+            assert_eq!(parse(yaml).unwrap(), parse(same).unwrap(), "{yaml}");
+        }
+        for yaml in [
+            "stage: kto\npref_loss: orpo",
+            "finetuning_type: full\nuse_dora: true",
+            "bf16: true\ntorch_dtype: float16",
+            "max_steps: 5\nepochs: 3",
+        ] {
+            assert!(parse(yaml).unwrap_err().contains("say the same thing"), "{yaml}");
+        }
+    }
+
+    #[test]
     fn options_are_those_of_the_optimizer() {
         use metal_candle::train::{
             AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,

@@ -50,6 +50,8 @@ pub struct Keys {
     origins: Vec<(String, String)>,
     /// The optimiser that is named, if one is.
     optimizer: Option<String>,
+    /// Whether PEFT's switch for DoRA is on, which beside LoRA says which kind it is.
+    pub(super) has_dora: bool,
 }
 
 impl Keys {
@@ -57,7 +59,11 @@ impl Keys {
     pub fn read(mapping: &Mapping, style: Style) -> Result<Self, String> {
         let known = known();
         let named = mapping.get("optimizer").or(mapping.get("optim")).and_then(Value::as_str);
-        let mut keys = Self { optimizer: named.map(String::from), ..Self::default() };
+        let mut keys = Self {
+            optimizer: named.map(String::from),
+            has_dora: has_dora(mapping),
+            ..Self::default()
+        };
         let mut written = Vec::with_capacity(mapping.len());
         for (key, value) in mapping {
             let Some(key) = key.as_str() else {
@@ -81,6 +87,14 @@ impl Keys {
                 Some(meaning) => words::apply(meaning, &mut keys, &name, value)?,
                 None => keys.insert(key, &name, value.clone())?,
             }
+        }
+        // transformers gives bitsandbytes' Lion the betas of its Adam.
+        let is_lion = |word: &&str| matches!(*word, "lion_32bit" | "paged_lion_32bit");
+        if keys.map.get("optimizer").and_then(Value::as_str).filter(is_lion).is_some()
+            && !keys.map.contains_key("beta2")
+        {
+            let name = keys.origin("optimizer").unwrap_or("optimizer").to_string();
+            keys.insert("beta2", &name, 0.999.into())?;
         }
         Ok(keys)
     }
@@ -133,12 +147,23 @@ impl Keys {
     }
 }
 
+/// PEFT's and axolotl's switch for DoRA, which is off unless it is on.
+fn has_dora(mapping: &Mapping) -> bool {
+    ["use_dora", "peft_use_dora"].into_iter().any(|word| is_on(word, mapping))
+}
+
+fn is_on(word: &str, mapping: &Mapping) -> bool {
+    mapping.get(word).and_then(Value::as_bool) == Some(true)
+}
+
 /// Whether another key keeps this one from meaning anything, in transformers and TRL: of two warm-ups the one that is 0,
-/// any beside their constant schedule, LoRA's dropout where all is switched off, and a kind of loss that is off where
-/// another key says which tokens count.
+/// any beside their constant schedule, LoRA's dropout where all is switched off, a kind of loss that is off where
+/// another key says which tokens count, epochs beside a number of steps, and a dtype that is found out beside one that is
+/// named. In LLaMA-Factory DPO's stage is that of other preferences, too, and DoRA a kind of LoRA.
 fn is_overruled(key: &str, value: &Value, mapping: &Mapping) -> bool {
-    let is_on = |word: &str| mapping.get(word).and_then(Value::as_bool) == Some(true);
+    let is_on = |word: &str| is_on(word, mapping);
     let is_off = value.as_bool() == Some(false);
+    let is = |text: &str| value.as_str() == Some(text);
     let other = match key {
         "warmup_steps" => "warmup_ratio",
         "warmup_ratio" => "warmup_steps",
@@ -150,11 +175,22 @@ fn is_overruled(key: &str, value: &Value, mapping: &Mapping) -> bool {
             let is_said = said("loss_on").is_some_and(|loss| !contradicts(loss));
             return is_off && (is_said || said("completion_only_loss").is_some());
         }
+        "num_train_epochs" | "num_epochs" => {
+            return mapping.get("max_steps").and_then(Value::as_i64).is_some_and(|steps| steps > 0);
+        }
+        "dtype" | "torch_dtype" => return is("auto") && (is_on("bf16") || is_on("fp16")),
+        "stage" => {
+            let loss = mapping.get("pref_loss").and_then(Value::as_str);
+            return is("dpo") && matches!(loss, Some("orpo" | "simpo"));
+        }
+        "fine_tune_type" | "finetuning_type" => return is("lora") && has_dora(mapping),
         _ => return false,
     };
     let is_constant = |word: &&str| mapping.get(*word).and_then(Value::as_str) == Some("constant");
     let other = mapping.get(other).and_then(Value::as_f64);
-    value.as_f64() == Some(0.0) && other.is_some_and(|other| other != 0.0)
+    // Of two that are 0 one is as good as the other.
+    let is_second = key == "warmup_ratio" && other == Some(0.0);
+    value.as_f64() == Some(0.0) && other.is_some_and(|other| other != 0.0 || is_second)
         || SCHEDULERS.iter().any(is_constant)
 }
 

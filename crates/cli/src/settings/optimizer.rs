@@ -32,8 +32,8 @@ pub enum OptimizerName {
     /// Stochastic gradient descent
     Sgd,
     /// Lion: half of AdamW's memory
+    // Words of files alone, as another beta2 goes with them; see `Keys::read`.
     #[serde(alias = "lion_32bit", alias = "paged_lion_32bit")]
-    #[value(aliases = ["lion_32bit", "paged_lion_32bit"])]
     Lion,
     /// AdamW with moments of 8 bits: a quarter of its memory
     #[serde(alias = "adamw_8bit", alias = "adamw_bnb_8bit", alias = "paged_adamw_8bit")]

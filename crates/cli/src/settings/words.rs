@@ -25,11 +25,11 @@ pub enum Accepted {
     All,
     /// Those by which other programs say that something is off: null, false, 0 and what is empty.
     Off,
-    /// Those, and these.
-    OffOr(&'static [&'static str]),
+    /// What is empty, and these. That something is off would change it.
+    EmptyOr(&'static [&'static str]),
 }
 
-use Accepted::{All, Off, OffOr};
+use Accepted::{All, EmptyOr, Off};
 use Meaning::{Instead, Key, Neutral, Sets};
 
 const QUANTISED: &str = "it is not supported; `quantize: nf4` is QLoRA's base";
@@ -69,7 +69,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("steps_per_report", Key("report_every")),
     ("text_feature", Key("text_column")),
     ("train", Sets(train)),
-    ("training_mode", Neutral(OffOr(&["normal"]), "normal is the only one there is")),
+    ("training_mode", Neutral(EmptyOr(&["normal"]), "normal is the only one there is")),
     ("trust_remote_code", Neutral(All, "")),
     ("val_batches", Key("eval_batches")),
     ("wandb", Neutral(Off, REPORTS)),
@@ -84,7 +84,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
     ("inference_mode", Neutral(All, "")),
     ("layer_replication", Neutral(Off, LORA_KIND)),
-    ("layers_pattern", Neutral(OffOr(&["layers"]), "decoder layers are called layers here")),
+    ("layers_pattern", Neutral(EmptyOr(&["layers"]), "decoder layers are called layers here")),
     ("layers_to_transform", Key("layers")),
     ("loftq_config", Neutral(Off, QUANTISED)),
     ("lora_alpha", Key("alpha")),
@@ -96,13 +96,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("lora_r", Key("rank")),
     ("megatron_config", Neutral(Off, OWN_WAY)),
     ("megatron_core", Neutral(All, "")),
-    ("peft_type", Neutral(OffOr(&["LORA"]), "LORA is the only one there is")),
+    ("peft_type", Neutral(EmptyOr(&["LORA"]), "LORA is the only one there is")),
     ("peft_version", Neutral(All, "")),
     ("qalora_group_size", Neutral(All, "")),
     ("r", Key("rank")),
     ("runtime_config", Neutral(All, "")),
     ("target_parameters", Neutral(Off, "adapters are on linear layers; see `target_modules`")),
-    ("task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
+    ("task_type", Neutral(EmptyOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
     ("use_bdlora", Neutral(Off, LORA_KIND)),
     ("use_dora", Sets(dora)),
     ("use_qalora", Neutral(Off, QUANTISED)),
@@ -117,12 +117,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("adam_beta1", Key("beta1")),
     ("adam_beta2", Key("beta2")),
-    ("adam_epsilon", Key("epsilon")),
+    // No other name of the flag, as it is Adam's alone; see `File::merge`.
+    ("adam_epsilon", Sets(|keys, name, value| keys.insert("epsilon", name, value.clone()))),
     ("assistant_only_loss", Sets(assistant_only_loss)),
     ("attn_implementation", Neutral(All, "")),
     ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
     ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
-    ("bnb_4bit_quant_type", Neutral(OffOr(&["nf4"]), BITSANDBYTES)),
+    ("bnb_4bit_quant_type", Neutral(EmptyOr(&["nf4"]), BITSANDBYTES)),
     ("completion_only_loss", Sets(completion_or_all)),
     ("chat_template_path", Key("chat_template")),
     (
@@ -137,7 +138,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
         }),
     ),
     ("reference_free", Neutral(Off, "simpo and orpo have no reference, see `objective`")),
-    ("truncation_mode", Neutral(OffOr(&["keep_start"]), "sequences keep their beginning")),
+    ("truncation_mode", Neutral(EmptyOr(&["keep_start"]), "sequences keep their beginning")),
     ("dataloader_num_workers", Neutral(All, "")),
     ("dataloader_pin_memory", Neutral(All, "")),
     ("dataset_config", Key("data_config")),
@@ -175,9 +176,9 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("logging_dir", Neutral(Off, "event files stand in tensorboard/ of the output folder")),
     ("logging_first_step", Neutral(Off, "reports are made every report_every steps")),
     ("logging_steps", Key("report_every")),
-    ("logging_strategy", Neutral(OffOr(&["steps"]), "reports are made every report_every steps")),
+    ("logging_strategy", Neutral(EmptyOr(&["steps"]), "reports are made every report_every steps")),
     ("lora_target_modules", Key("target_modules")),
-    ("lora_task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
+    ("lora_task_type", Neutral(EmptyOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
     ("lr", Key("learning_rate")),
     ("lr_scheduler_kwargs", Neutral(Off, "it is not supported; see `min_learning_rate`")),
     ("lr_scheduler_type", Sets(schedule)),
@@ -208,7 +209,10 @@ pub const WORDS: &[(&str, Meaning)] = &[
         "save_only_model",
         Neutral(Off, "checkpoints hold what a resume needs; leave it out, or false"),
     ),
-    ("save_safetensors", Neutral(OffOr(&["true"]), "files are safetensors")),
+    (
+        "save_safetensors",
+        Neutral(EmptyOr(&["true"]), "files are safetensors; leave it out, or true"),
+    ),
     ("save_steps", Key("save_every")),
     ("save_strategy", Sets(|keys, name, value| strategy(keys, name, value, "save_every"))),
     ("save_total_limit", Key("keep")),
@@ -223,7 +227,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
         }),
     ),
     ("use_liger_kernel", Neutral(All, "")),
-    ("use_peft", Neutral(OffOr(&["true"]), "true is LoRA")),
+    (
+        "use_peft",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => Ok(()),
+            false => keys.insert("fine_tune_type", name, "full".into()),
+        }),
+    ),
     ("wandb_project", Neutral(Off, REPORTS)),
     // Unsloth
     ("random_state", Key("seed")),
@@ -319,8 +329,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("preprocessing_num_workers", Neutral(All, "")),
     ("quantization_bit", Sets(quantization_bit)),
-    ("quantization_method", Neutral(OffOr(&["bitsandbytes", "bnb"]), BITSANDBYTES)),
-    ("quantization_type", Neutral(OffOr(&["nf4"]), BITSANDBYTES)),
+    ("quantization_method", Neutral(EmptyOr(&["bitsandbytes", "bnb"]), BITSANDBYTES)),
+    ("quantization_type", Neutral(EmptyOr(&["nf4"]), BITSANDBYTES)),
     ("stage", Sets(objective)),
     (
         "template",
@@ -358,7 +368,7 @@ pub fn apply(
             let neutral = match accepted {
                 All => true,
                 Off => is_off(value),
-                OffOr(others) => is_off(value) || others.contains(&text.as_str()),
+                EmptyOr(others) => is_empty(value) || others.contains(&text.as_str()),
             };
             if neutral { Ok(()) } else { Err(format!("{written}: is {}; {why}", shown(value))) }
         }
@@ -367,9 +377,12 @@ pub fn apply(
 }
 
 fn is_off(value: &Value) -> bool {
+    value.as_bool() == Some(false) || value.as_f64() == Some(0.0) || is_empty(value)
+}
+
+fn is_empty(value: &Value) -> bool {
     match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::Null => true,
         Value::String(text) => text.is_empty(),
         Value::Sequence(list) => list.is_empty(),
         Value::Mapping(map) => map.is_empty(),
@@ -557,10 +570,12 @@ fn per_epoch(
 }
 
 fn adapter(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    // axolotl's files name DoRA by a switch beside this.
+    let kind = if keys.has_dora { "dora" } else { "lora" };
     match value.as_str() {
-        Some("lora") => keys.insert("fine_tune_type", name, "lora".into()),
+        Some("lora") => keys.insert("fine_tune_type", name, kind.into()),
         Some("qlora") => {
-            keys.insert("fine_tune_type", name, "lora".into())?;
+            keys.insert("fine_tune_type", name, kind.into())?;
             keys.insert("quantize", name, "nf4".into())
         }
         _ => Err(format!(
@@ -834,6 +849,10 @@ mod tests {
             ("quantization_method", "bnb", "gptq"),
             ("peft_use_dora", "false", "3"),
             ("assistant_only_loss", "null", "false"),
+            ("use_peft", "true", "3"),
+            ("save_safetensors", "true", "false"),
+            ("logging_strategy", "steps", "false"),
+            ("layers_pattern", "[]", "false"),
         ] {
             assert_eq!(check(word, neutral), Ok(0), "{word}: {neutral}");
             let error = check(word, refused).unwrap_err();
