@@ -100,6 +100,8 @@ pub(crate) fn copy_companions(from: &Path, to: &Path) -> Result<()> {
     if is_gguf(from) {
         return TokenizerFiles::read(from)?.write(to);
     }
+    // A folder without such files has nothing to copy; one that is gone had.
+    std::fs::metadata(from).map_err(Error::io(from))?;
     for path in companions(from)? {
         let Ok(name) = path.strip_prefix(from) else {
             return Err(Error::file(path, format!("is not in {}", from.display())));
@@ -133,6 +135,15 @@ pub fn set_chat_template(folder: &Path, source: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_without_companions_has_none_and_one_that_is_gone_is_an_error() {
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        copy_companions(from.path(), to.path()).unwrap();
+        assert!(companions(to.path()).unwrap().is_empty());
+        let error = copy_companions(&from.path().join("gone"), to.path()).unwrap_err();
+        assert!(error.to_string().contains("gone"), "{error}");
+    }
 
     #[test]
     fn a_copy_has_all_companions_and_a_template_set_over_them_is_the_only_one() {
