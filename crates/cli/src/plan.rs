@@ -151,7 +151,11 @@ impl Plan {
             ));
         }
         rows.push(("Optimizer", self.optimizer.clone()));
-        rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
+        let rate = match settings.relative_step {
+            Some(true) => "1 over the root of the step, at most 0.01 (relative_step)".into(),
+            _ => format!("{:e} at its peak", self.peak_learning_rate),
+        };
+        rows.push(("Learning rate", rate));
         rows.push(("Computes", self.compute.clone()));
         rows.push((
             "Memory",

@@ -62,7 +62,7 @@ pub struct Arguments {
     /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder that is whole; with `auto`, start it where there is none. A checkpoint that was copied out of its run's folder needs --output. With more --steps or --epochs than before, the steps that follow have the learning rates of a run that was this long from the beginning
     #[arg(long, value_name = "DIR|auto", num_args = 0..=1, conflicts_with = "overwrite", help_heading = "Output")]
     resume: Option<Option<PathBuf>>,
-    /// Begin again in a folder that holds a run
+    /// Begin again in a folder that holds a run, whose files are removed; others stay
     #[arg(long, help_heading = "Output")]
     overwrite: bool,
     /// Write no event files for TensorBoard

@@ -2,13 +2,13 @@
 //! over it.
 
 use super::Settings;
-use super::keys::{GROUPS, Keys, Style, kind};
-use super::mlx::{self, Unsaid};
-use super::optimizer::OPTIONS;
+use super::keys::{GROUPS, Keys, Origins, Style, kind};
+use super::mlx;
+use super::optimizer::{OPTIONS, OptimizerName};
 use super::unused::{self, Said};
 use super::words::SCHEDULERS;
 use super::yaml;
-use crate::errors::usage;
+use crate::errors::{Usage, usage};
 use serde_yaml_ng::{Mapping, Value};
 use std::path::{Path, PathBuf};
 
@@ -20,12 +20,10 @@ pub struct File {
     /// The checkpoint from which the run of this file was about to go on, by a path from the file's folder.
     pub resume_from: Option<PathBuf>,
     path: PathBuf,
-    /// What a file of mlx-lm leaves to its program.
-    unsaid: Option<Unsaid>,
-    /// Whether the layers to adapt stand in `lora_parameters`.
-    has_mlx_targets: bool,
-    /// Whether its schedule is one without a warm-up.
-    has_no_warmup: bool,
+    /// How the settings are written there.
+    origins: Origins,
+    /// The key by which it is known to be mlx-lm's.
+    mlx_sign: Option<&'static str>,
 }
 
 /// The key of [`File::resume_from`]. It is in a run's settings from when it is told to go on from another checkpoint than its
@@ -70,20 +68,13 @@ impl File {
     }
 
     fn from_mapping(written: &Mapping) -> Result<Self, String> {
-        let keys = Keys::read(written, Style::File)?;
-        let has_mlx_targets = keys
-            .origin("target_modules")
-            .is_some_and(|origin| origin.starts_with("lora_parameters."));
-        let has_no_warmup =
-            keys.origin("warmup_steps").is_some_and(|origin| SCHEDULERS.contains(&origin));
-        let mut map = keys.into_map();
-        let unsaid = mlx::recognise(written, &mut map);
-        Ok(Self { map, unsaid, has_mlx_targets, has_no_warmup, ..Self::default() })
+        let (map, origins) = Keys::read(written, Style::File)?.into_parts();
+        Ok(Self { map, origins, mlx_sign: mlx::sign(written), ..Self::default() })
     }
 
     /// The settings of the file with the flags laid over it, over the defaults; and what a person should
     /// know about the file.
-    pub fn merge(self, flags: &Mapping) -> anyhow::Result<(Settings, Option<String>)> {
+    pub fn merge(mut self, flags: &Mapping) -> anyhow::Result<(Settings, Option<String>)> {
         if let Some(checkpoint) = &self.resume_from {
             return Err(usage(format!(
                 "{}: {RESUME_FROM}: is {}, from where the run of this file was to go on when it was ended; continue it with \
@@ -92,32 +83,24 @@ impl File {
                 checkpoint.display()
             )));
         }
-        let flags = Keys::read(flags, Style::Flags).map_err(usage)?.into_map();
-        let mut said = self.map;
-        let mut unsaid =
-            self.unsaid.as_ref().map(|unsaid| unsaid.defaults.clone()).unwrap_or_default();
+        let (mut flags, written) = Keys::read(flags, Style::Flags).map_err(usage)?.into_parts();
+        let mut said = std::mem::take(&mut self.map);
+        self.fit_schedule(&mut said, &mut flags)?;
         for group in GROUPS {
             if group.iter().any(|key| flags.contains_key(*key)) {
                 for key in *group {
                     said.remove(*key);
-                    unsaid.remove(*key);
                 }
             }
         }
         // What one schedule has none of, another may have.
-        if self.has_no_warmup && flags.contains_key("schedule") {
+        let has_no_warmup =
+            self.origins.of("warmup_steps").is_some_and(|origin| SCHEDULERS.contains(&origin));
+        if has_no_warmup && flags.contains_key("schedule") {
             said.remove("warmup_steps");
         }
-        // Another optimiser has options of its own.
-        let default = serde_yaml_ng::to_value(Settings::default().optimizer)?;
-        let before = said.get("optimizer").or(unsaid.get("optimizer")).unwrap_or(&default);
-        if flags.get("optimizer").is_some_and(|flag| flag != before) {
-            for key in OPTIONS {
-                said.remove(*key);
-                unsaid.remove(*key);
-            }
-        }
-        unsaid.retain(|key, _| !flags.contains_key(key));
+        let unused_options = self.fit_optimizer(&mut said, &flags, &written)?;
+        let unsaid = self.mlx_sign.map(|sign| (sign, mlx::unsaid(&mut said, &flags)));
         // A schedule of mlx-lm's holds its own peak.
         if let Some(rate) = flags.get("learning_rate")
             && let Some(Value::Mapping(schedule)) = said.get_mut("lr_schedule")
@@ -132,7 +115,8 @@ impl File {
             .chain(flags.keys())
             .filter_map(|key| key.as_str().map(String::from))
             .collect();
-        let mut merged = unsaid.clone();
+        let mut merged =
+            unsaid.as_ref().map(|(_, unsaid)| unsaid.defaults.clone()).unwrap_or_default();
         merged.extend(said.clone());
         merged.extend(flags.clone());
         let settings: Settings =
@@ -140,13 +124,113 @@ impl File {
         let file = Said {
             path: &self.path,
             map: &said,
-            is_mlx: self.unsaid.is_some(),
-            has_mlx_targets: self.has_mlx_targets,
+            is_mlx: self.mlx_sign.is_some(),
+            has_mlx_targets: self
+                .origins
+                .of("target_modules")
+                .is_some_and(|origin| origin.starts_with("lora_parameters.")),
         };
         let unused = unused::check(&settings, &file, &flags)?;
-        let notices = self.unsaid.map(|file| file.notice(&self.path, &unsaid)).into_iter();
-        let notice = notices.chain(unused).reduce(|all, one| format!("{all}\n{one}"));
-        Ok((settings.complete(&given)?, notice))
+        let notices = unsaid.map(|(sign, unsaid)| unsaid.notice(&self.path, sign)).into_iter();
+        let notices = notices.chain(unused_options).chain(unused);
+        let notice = notices.reduce(|all, one| format!("{all}\n{one}"));
+        let settings = settings.complete(&given).map_err(|error| self.named(error, &said))?;
+        Ok((settings, notice))
+    }
+
+    /// Brings a warm-up by flag into the file's schedule of mlx-lm, if it has one.
+    fn fit_schedule(&self, said: &mut Mapping, flags: &mut Mapping) -> anyhow::Result<()> {
+        let Some(Value::Mapping(schedule)) = said.get_mut("lr_schedule") else { return Ok(()) };
+        if flags.contains_key("schedule") {
+            return Ok(());
+        }
+        for (key, instead) in [
+            ("warmup_ratio", "give --warmup-steps"),
+            ("min_learning_rate", "change its arguments there"),
+        ] {
+            if flags.contains_key(key) {
+                return Err(usage(format!(
+                    "{key}: {} has an lr_schedule, which says this itself; {instead}, or give --schedule, which takes its place",
+                    self.path.display()
+                )));
+            }
+        }
+        if let Some(steps) = flags.remove("warmup_steps") {
+            schedule.insert("warmup".into(), steps);
+        }
+        Ok(())
+    }
+
+    /// Leaves out the options of the file that the optimiser has no use for, and says which another one by flag has none for.
+    /// `written` is how the flags were.
+    fn fit_optimizer(
+        &self,
+        said: &mut Mapping,
+        flags: &Mapping,
+        written: &Origins,
+    ) -> anyhow::Result<Option<String>> {
+        let parsed = |name: Option<&Value>| -> anyhow::Result<Option<OptimizerName>> {
+            Ok(name.cloned().map(serde_yaml_ng::from_value).transpose().map_err(usage)?)
+        };
+        let of_file = match (parsed(said.get("optimizer"))?, self.mlx_sign) {
+            (Some(named), _) => named,
+            (None, Some(_)) => OptimizerName::Adam,
+            (None, None) => Settings::default().optimizer,
+        };
+        let used = parsed(flags.get("optimizer"))?.unwrap_or(of_file);
+        let defaults = of_file.defaults()?;
+        let mut unused = Vec::new();
+        // The same option of another optimiser has other values.
+        if used.defaults()? != defaults {
+            for key in OPTIONS {
+                let value = said.remove(*key);
+                let is_default = value.as_ref() == defaults.get(*key);
+                if value.is_some() && !is_default && !flags.contains_key(*key) {
+                    unused.push(self.origins.of(key).unwrap_or(key));
+                }
+            }
+        }
+        // transformers' words for Adam, which stand in its files whatever the optimiser is.
+        let of_adam: &[&str] = match used {
+            OptimizerName::Lion => &["epsilon"],
+            OptimizerName::Sgd | OptimizerName::Adafactor => &["epsilon", "beta1", "beta2"],
+            _ => &[],
+        };
+        let is_adams = |origin: &str| origin.trim_start_matches('-').starts_with("adam");
+        for key in of_adam {
+            if let Some(flag) = written.of(key).filter(|flag| is_adams(flag)) {
+                let name = used.optimizer().name();
+                return Err(usage(format!(
+                    "{flag}: is Adam's, but optimizer is {name}; leave it out"
+                )));
+            }
+            if self.origins.of(key).is_some_and(is_adams) {
+                said.remove(*key);
+            }
+        }
+        Ok((!unused.is_empty()).then(|| {
+            format!(
+                "warning: {}: not used, as --optimizer is {}, which has other options: {}",
+                self.path.display(),
+                used.optimizer().name(),
+                unused.join(", ")
+            )
+        }))
+    }
+
+    /// A mistake, with the file and the word there if it is in what the file says.
+    fn named(&self, error: anyhow::Error, said: &Mapping) -> anyhow::Error {
+        let Some(Usage(message)) = error.downcast_ref() else { return error };
+        match message.split_once(": ") {
+            Some((key, what)) if said.contains_key(key) => {
+                let name = match self.origins.of(key) {
+                    Some(origin) if origin != key => format!("{origin} ({key})"),
+                    _ => key.to_string(),
+                };
+                usage(format!("{}: {name}: {what}", self.path.display()))
+            }
+            _ => error,
+        }
     }
 }
 
@@ -271,7 +355,7 @@ mod tests {
             ("optim: sgd\nnesterov: true", "nesterov: needs a momentum"),
             (
                 "optimizer: lion\noptimizer_config: {lion: {eps: 1}}",
-                "epsilon: lion has no such option",
+                "optimizer_config.lion.eps (epsilon): lion has no such option",
             ),
             (
                 "optimizer: adamw\noptimizer_config: {adamw: {betas: 1}}",
@@ -538,6 +622,74 @@ mod tests {
     }
 
     #[test]
+    fn a_mistake_names_the_file_and_the_word_that_is_written_there() {
+        let mut file =
+            File::from_mapping(&mapping("{save_total_limit: 0, model: m, data: d}")).unwrap();
+        file.path = "w.yaml".into();
+        let error = file.merge(&Mapping::new()).unwrap_err();
+        let expected = "w.yaml: save_total_limit (keep): is 0, expected at least 1";
+        assert!(error.to_string().starts_with(expected), "{error}");
+        assert!(error.is::<Usage>());
+        // A flag's is the flag's.
+        let error = with_flags("rank: 4", "rank: 0").unwrap_err();
+        assert!(error.starts_with("rank: is 0"), "{error}");
+    }
+
+    #[test]
+    fn adams_options_of_transformers_are_adams() {
+        let dump = "adam_beta1: 0.8\nadam_beta2: 0.99\nadam_epsilon: 1.0e-7";
+        for (optim, beta1, beta2, epsilon) in [
+            ("adamw_torch", Some(0.8), Some(0.99), Some(1e-7)),
+            ("lion", Some(0.8), Some(0.99), None),
+            ("sgd", None, None, None),
+            ("adafactor", None, None, Some(1e-30)),
+        ] {
+            let settings = parse(&format!("optim: {optim}\n{dump}")).unwrap();
+            let found = (settings.beta1, settings.beta2, settings.epsilon);
+            assert_eq!(found, (beta1, beta2, epsilon), "{optim}");
+        }
+        let error = with_flags("optim: adafactor", "adam_epsilon: 1.0e-7").unwrap_err();
+        assert!(
+            error.starts_with("--adam-epsilon: is Adam's, but optimizer is adafactor"),
+            "{error}"
+        );
+        let (settings, _) = with_flags("optim: adafactor", "epsilon: 1.0e-20").unwrap();
+        assert_eq!(settings.epsilon, Some(1e-20));
+    }
+
+    #[test]
+    fn options_stay_with_their_optimizer_and_are_told_where_they_go() {
+        let yaml = "optim: adamw_torch\nweight_decay: 0.1\nadam_beta2: 0.95\nbeta1: 0.9";
+        for flag in ["adamw", "adamw8bit"] {
+            let (settings, notice) = with_flags(yaml, &format!("optimizer: {flag}")).unwrap();
+            assert_eq!((settings.weight_decay, settings.beta2), (Some(0.1), Some(0.95)), "{flag}");
+            assert_eq!(notice, None, "{flag}");
+        }
+        let (settings, notice) = with_flags(yaml, "{optimizer: lion, beta2: 0.98}").unwrap();
+        assert_eq!(settings.beta2, Some(0.98));
+        let expected = "not used, as --optimizer is lion, which has other options: weight_decay";
+        assert!(notice.unwrap().ends_with(expected));
+    }
+
+    #[test]
+    fn a_schedule_of_mlx_lm_stays_under_flags_or_is_named() {
+        let yaml =
+            "lr_schedule: {name: cosine_decay, warmup: 100, arguments: [1.0e-5, 1000, 1.0e-7]}";
+        let (settings, _) = with_flags(yaml, "warmup_steps: 10").unwrap();
+        let schedule = settings.lr_schedule.unwrap();
+        assert_eq!((schedule.warmup, schedule.arguments), (10, vec![1e-5, 1000.0, 1e-7]));
+        for (flag, instead) in [
+            ("warmup_ratio: 0.1", "give --warmup-steps, or give --schedule"),
+            ("min_learning_rate: 1.0e-6", "change its arguments there, or give --schedule"),
+        ] {
+            let error = with_flags(yaml, flag).unwrap_err();
+            assert!(error.contains("has an lr_schedule") && error.contains(instead), "{error}");
+            let (settings, _) = with_flags(yaml, &format!("{{schedule: linear, {flag}}}")).unwrap();
+            assert_eq!(settings.lr_schedule, None);
+        }
+    }
+
+    #[test]
     fn another_optimizer_takes_no_options_from_the_file() {
         for (flags, beta1, epsilon) in
             [("optimizer: lion", 0.9, None), ("optimizer: adamw", 0.5, Some(1e-3))]
@@ -667,6 +819,23 @@ mod tests {
             with_flags("iters: 42\ngrad_accumulation_steps: 4\nsteps_per_report: 20", "{}")
                 .unwrap();
         assert_eq!((settings.steps, settings.report_every, settings.eval_every), (Some(10), 5, 50));
+        // The accumulation may be a flag; what flags count are steps.
+        let steps = |yaml: &str, flags: &str| {
+            let (settings, _) = with_flags(yaml, flags).unwrap();
+            (settings.steps, settings.eval_every)
+        };
+        assert_eq!(steps("iters: 100", "grad_accumulation: 4"), (Some(25), 50));
+        let four = "iters: 100\ngrad_accumulation_steps: 4";
+        assert_eq!(steps(four, "{}"), (Some(25), 50));
+        assert_eq!(steps(four, "grad_accumulation: 1"), (Some(100), 200));
+        assert_eq!(steps(four, "{steps: 60, eval_every: 20}"), (Some(60), 20));
+        // Switches are told, too, and follow the optimiser that is used.
+        let told = |flags: &str| with_flags("iters: 4", flags).unwrap().1.unwrap();
+        assert!(told("{}").contains("bias_correction false"));
+        let notice = told("optimizer: adafactor");
+        for part in ["scale_parameter true", "relative_step true"] {
+            assert!(notice.contains(part) && !notice.contains("bias"), "{notice}");
+        }
         // In this program's own words nothing of it holds.
         let (settings, notice) =
             with_flags("steps: 40\nnum_layers: 16\nfine_tune_type: lora", "{}").unwrap();

@@ -4,6 +4,7 @@ use super::words::{self, Meaning, SCHEDULERS, WORDS};
 use super::{Settings, data};
 use clap::{Arg, Args, Command};
 use metal_candle::adapter::{Biases, StartFrom};
+use metal_candle::engine::CacheDtype;
 use serde_yaml_ng::{Mapping, Value};
 
 /// Keys that say the same thing in different ways. A flag of a group takes the place of all of
@@ -42,12 +43,22 @@ impl Style {
     }
 }
 
+/// This program's name of each key, and the one under which it came.
+#[derive(Debug, Default)]
+pub struct Origins(Vec<(String, String)>);
+
+impl Origins {
+    /// How a setting was written, if it was.
+    pub fn of(&self, key: &str) -> Option<&str> {
+        self.0.iter().find(|(name, _)| name == key).map(|(_, written)| written.as_str())
+    }
+}
+
 /// Settings that were written down.
 #[derive(Debug, Default)]
 pub struct Keys {
     map: Mapping,
-    /// This program's name of each key, and the one under which it came.
-    origins: Vec<(String, String)>,
+    origins: Origins,
     /// The optimiser that is named, if one is.
     optimizer: Option<String>,
     /// Whether PEFT's switch for DoRA is on, which beside LoRA says which kind it is.
@@ -93,15 +104,10 @@ impl Keys {
         if keys.map.get("optimizer").and_then(Value::as_str).filter(is_lion).is_some()
             && !keys.map.contains_key("beta2")
         {
-            let name = keys.origin("optimizer").unwrap_or("optimizer").to_string();
+            let name = keys.origins.of("optimizer").unwrap_or("optimizer").to_string();
             keys.insert("beta2", &name, 0.999.into())?;
         }
         Ok(keys)
-    }
-
-    /// How a setting was written, if it was.
-    pub fn origin(&self, key: &str) -> Option<&str> {
-        self.origins.iter().find(|(name, _)| name == key).map(|(_, written)| written.as_str())
     }
 
     /// Adds a setting that came under the name `written`.
@@ -122,7 +128,7 @@ impl Keys {
         let Some(setting) = parsed(key, &value) else {
             return Err(format!("{written}: is {}, expected {}", shown(&value), expected(key)));
         };
-        if let Some((name, other)) = self.origins.iter().find(|(name, _)| same(name, key)) {
+        if let Some((name, other)) = self.origins.0.iter().find(|(name, _)| same(name, key)) {
             // Said twice is no contradiction.
             if name == key
                 && self.map.get(key).and_then(|value| parsed(key, value)) == Some(setting)
@@ -131,7 +137,7 @@ impl Keys {
             }
             return Err(format!("`{other}` and `{written}` say the same thing; keep one of them"));
         }
-        self.origins.push((key.into(), written.into()));
+        self.origins.0.push((key.into(), written.into()));
         self.map.insert(key.into(), value);
         Ok(())
     }
@@ -141,9 +147,9 @@ impl Keys {
         self.optimizer.as_deref().unwrap_or("adam")
     }
 
-    /// The settings by this program's names.
-    pub fn into_map(self) -> Mapping {
-        self.map
+    /// The settings by this program's names, and how they were written.
+    pub fn into_parts(self) -> (Mapping, Origins) {
+        (self.map, self.origins)
     }
 }
 
@@ -247,7 +253,10 @@ fn expected(key: &str) -> String {
 /// What help texts abbreviate.
 pub fn of_kind(value_name: &str) -> String {
     match value_name {
-        "N" => "a whole number",
+        "N" | "K" => "a whole number",
+        "SECONDS" => "a whole number of seconds",
+        "MB" => "a whole number of megabytes",
+        "DTYPE" => return format!("one of {}", CacheDtype::ALL.map(CacheDtype::name).join(", ")),
         "X" | "P" => "a number",
         "BOOL" => "true or false",
         "N,N.." => "whole numbers in a list",
@@ -390,6 +399,19 @@ mod tests {
         assert!(read("zzzz: 1").starts_with("unknown key `zzzz`; "));
         let many: Vec<String> = (0..1000).map(|index| format!("zzzz{index}: 1")).collect();
         assert!(read(&many.join("\n")).chars().count() < 400);
+    }
+
+    #[test]
+    fn what_help_texts_abbreviate_is_told_in_words() {
+        for (name, expected) in [
+            ("K", "a whole number"),
+            ("SECONDS", "a whole number of seconds"),
+            ("MB", "a whole number of megabytes"),
+            ("DTYPE", "one of model, mxint8"),
+            ("TEXT", "a text"),
+        ] {
+            assert_eq!(of_kind(name), expected);
+        }
     }
 
     #[test]

@@ -31,32 +31,34 @@ const OWN_WITH_VALUE: &[&str] =
 const LORA: &[&str] = &["rank", "scale", "num_layers"];
 
 /// What a file of mlx-lm leaves to its program.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct Unsaid {
-    /// The key by which the file was recognised.
-    pub sign: String,
     /// Settings by this program's names.
     pub defaults: Mapping,
     /// What is not as in mlx-lm, whatever the settings.
     differences: Vec<String>,
 }
 
-/// Whether a file is mlx-lm's, and what it leaves unsaid. `written` are its keys as they stand there,
-/// `settings` the same under this program's names, in which steps are changed from mlx-lm's batches to
-/// steps of the optimiser.
-pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
+/// The key by which a file is known to be mlx-lm's, if it is. `written` are its keys as they stand there.
+pub fn sign(written: &Mapping) -> Option<&'static str> {
     let has_value = |key: &&&str| written.get(**key).is_some_and(|value| !value.is_null());
-    let sign = OWN
-        .iter()
+    OWN.iter()
         .find(|key| written.contains_key(**key))
-        .or_else(|| OWN_WITH_VALUE.iter().find(has_value))?;
+        .or_else(|| OWN_WITH_VALUE.iter().find(has_value))
+        .copied()
+}
+
+/// What is left unsaid by a file, which says `said`, and by flags. Where the file counts mlx-lm's batches, these become steps
+/// of the optimiser; flags count those.
+pub fn unsaid(said: &mut Mapping, flags: &Mapping) -> Unsaid {
     let mut differences = vec![
         "batches come in another order".to_string(),
         "mlx-lm also learns the padding token that follows an example".to_string(),
     ];
     let mut defaults = Mapping::new();
-    let full = settings.get("fine_tune_type").and_then(Value::as_str) == Some("full");
-    let has = |key: &str| settings.contains_key(key);
+    let get = |key: &str| flags.get(key).or_else(|| said.get(key));
+    let full = get("fine_tune_type").and_then(Value::as_str) == Some("full");
+    let has = |key: &str| get(key).is_some();
     for (key, value) in [
         ("loss_on", Value::from("all")),
         ("clip_norm", 0.into()),
@@ -77,13 +79,12 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
     ] {
         let adapter = LORA.contains(&key) && (full || has("init_adapter"));
         let scheduled = key == "learning_rate" && has("lr_schedule");
-        let said =
-            settings.keys().any(|other| other.as_str().is_some_and(|other| same(other, key)));
-        if !(adapter || scheduled || said) {
+        let mut given = said.keys().chain(flags.keys()).filter_map(Value::as_str);
+        if !(adapter || scheduled || given.any(|other| same(other, key))) {
             defaults.insert(key.into(), value);
         }
     }
-    let optimizer = settings.get("optimizer").and_then(Value::as_str);
+    let optimizer = get("optimizer").and_then(Value::as_str);
     // MLX's two correct no bias unless told.
     if matches!(optimizer, None | Some("adam" | "adamw")) && !has("bias_correction") {
         defaults.insert("bias_correction".into(), false.into());
@@ -108,7 +109,7 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
     if optimizer.is_none() {
         defaults.insert("optimizer".into(), "adam".into());
     }
-    if settings.get("loss_on").and_then(Value::as_str) == Some("completion") {
+    if get("loss_on").and_then(Value::as_str) == Some("completion") {
         differences
             .push("with mask_prompt, too, what the template writes after the last message".into());
     }
@@ -116,10 +117,10 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
         differences
             .push("every weight is trained, in mlx-lm those of the last num_layers layers".into());
     }
-    let accumulated = settings.get("grad_accumulation").and_then(Value::as_u64).unwrap_or(1);
+    let accumulated = get("grad_accumulation").and_then(Value::as_u64).unwrap_or(1);
     if accumulated > 1 {
         for key in ["steps", "report_every", "eval_every", "save_every"] {
-            for map in [&mut *settings, &mut defaults] {
+            for map in [&mut *said, &mut defaults] {
                 if let Some(batches) = map.get(key).and_then(Value::as_u64) {
                     map.insert(key.into(), (batches / accumulated).max(1).into());
                 }
@@ -129,18 +130,22 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
             "steps are the optimiser's, {accumulated} batches each, in whose sum every token weighs the same"
         ));
     }
-    Some(Unsaid { sign: (*sign).into(), defaults, differences })
+    Unsaid { defaults, differences }
 }
 
 impl Unsaid {
-    /// What a person should know, where `used` are those of the defaults that hold.
-    pub fn notice(&self, file: &Path, used: &Mapping) -> String {
+    /// What a person should know of a file that was known by the key `sign`.
+    pub fn notice(&self, file: &Path, sign: &str) -> String {
         let own = serde_yaml_ng::to_value(Settings::default()).unwrap_or_default();
-        let values: Vec<String> = used
+        let is_own = |key: &Value, value: &Value| {
+            let own = own.get(key).unwrap_or(&Value::Null);
+            // 0 and 0.0 are one number.
+            own == value || (own.is_number() && own.as_f64() == value.as_f64())
+        };
+        let values: Vec<String> = self
+            .defaults
             .iter()
-            .filter(|(key, value)| {
-                own.get(*key).and_then(Value::as_f64) != value.as_f64() || value.is_string()
-            })
+            .filter(|(key, value)| !is_own(key, value))
             .map(|(key, value)| format!("{} {}", shown(key), shown(value)))
             .collect();
         let unsaid = if values.is_empty() {
@@ -149,9 +154,8 @@ impl Unsaid {
             format!(" Where it says nothing, mlx-lm's values hold: {}.", values.join(", "))
         };
         format!(
-            "{} is read as mlx-lm's, because of `{}`.{unsaid} What differs from mlx-lm: {}.",
+            "{} is read as mlx-lm's, because of `{sign}`.{unsaid} What differs from mlx-lm: {}.",
             file.display(),
-            self.sign,
             self.differences.join("; ")
         )
     }

@@ -167,7 +167,7 @@ mod tests {
     ) -> Result<Vec<Entry>, String> {
         let mut keys = Keys::default();
         word(&mut keys, "word", &serde_yaml_ng::from_str(yaml).unwrap())?;
-        let data = keys.into_map().remove("data").unwrap_or_default();
+        let data = keys.into_parts().0.remove("data").unwrap_or_default();
         Ok(serde_yaml_ng::from_value::<Data>(data).unwrap().0)
     }
 

@@ -829,7 +829,7 @@ mod tests {
             let value: Value = serde_yaml_ng::from_str(yaml).unwrap();
             let mut keys = Keys::default();
             apply(meaning(word).unwrap(), &mut keys, word, &value)?;
-            Ok::<_, String>(keys.into_map().len())
+            Ok::<_, String>(keys.into_parts().0.len())
         };
         for (word, neutral, refused) in [
             ("peft_type", "LORA", "IA3"),

@@ -129,6 +129,17 @@ fn the_example_of_mlx_lm_is_accepted_as_it_is() {
 }
 
 #[test]
+fn a_rate_that_is_the_optimizers_own_is_planned_as_such() {
+    let place = Place::with_model();
+    place.write("run.yaml", "model: base\ndata: data\niters: 4\noptimizer: adafactor\n");
+    let output = place.run(&["train", "-c", "run.yaml", "--dry-run"]);
+    let (plan, notice) = (&output.stdout, crate::common::text(&output.stderr));
+    assert!(notice.contains("relative_step true"), "{notice}");
+    let plan = crate::common::text(plan);
+    assert!(plan.contains("(relative_step)") && !plan.contains("at its peak"), "{plan}");
+}
+
+#[test]
 fn mistakes_in_the_file_are_wrong_usage() {
     let place = Place::new();
     for (content, expected) in [
@@ -138,6 +149,7 @@ fn mistakes_in_the_file_are_wrong_usage() {
         ("- rank", "expected a mapping"),
         ("rank: [", "run.yaml: is not YAML"),
         ("rank: 4\nrank: 8", "the key \"rank\" stands there twice"),
+        ("lora_rank: 0", "run.yaml: lora_rank (rank): is 0, expected"),
     ] {
         place.write("run.yaml", content);
         let stderr = place.fails(2, &["train", "-c", "run.yaml", "-m", "m", "-d", "d"]);

@@ -32,9 +32,11 @@ pub enum CacheDtype {
 }
 
 impl CacheDtype {
-    const ALL: [Self; 2] = [Self::Model, Self::MxInt8];
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Model, Self::MxInt8];
 
-    fn name(self) -> &'static str {
+    /// Its name in settings.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
             Self::MxInt8 => "mxint8",
