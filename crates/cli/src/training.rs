@@ -156,7 +156,7 @@ impl Run {
                 settings.output.display()
             )));
         }
-        if start.resume.is_none() {
+        if start.resume.is_none() && start.group.is_root() {
             let model = if settings.from_config.is_some() { "from_config" } else { "model" };
             let inputs = [
                 (model, Some(folder.as_path())),

@@ -170,7 +170,7 @@ impl File {
         written: &Origins,
     ) -> anyhow::Result<Option<String>> {
         let parsed = |name: Option<&Value>| -> anyhow::Result<Option<OptimizerName>> {
-            Ok(name.cloned().map(serde_yaml_ng::from_value).transpose().map_err(usage)?)
+            name.cloned().map(serde_yaml_ng::from_value).transpose().map_err(usage)
         };
         let of_file = match (parsed(said.get("optimizer"))?, self.mlx_sign) {
             (Some(named), _) => named,

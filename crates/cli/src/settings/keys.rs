@@ -104,8 +104,7 @@ impl Keys {
         if keys.map.get("optimizer").and_then(Value::as_str).filter(is_lion).is_some()
             && !keys.map.contains_key("beta2")
         {
-            let name = keys.origins.of("optimizer").unwrap_or("optimizer").to_string();
-            keys.insert("beta2", &name, 0.999.into())?;
+            keys.insert("beta2", "beta2", 0.999.into())?;
         }
         Ok(keys)
     }
