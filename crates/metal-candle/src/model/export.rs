@@ -4,8 +4,8 @@ use super::formats::gguf_blocks::{BlockKind, write_blocks};
 use super::formats::{Part, bitsandbytes, checkpoint, mlx};
 use super::weight::WeightId;
 use super::{Model, Quantization};
-use crate::files::companions::{TOKENIZER, copy_companions, set_chat_template};
-use crate::gguf::{self, Export, ExportTensor, GgmlType, UnknownTokenizer, dense_bytes, is_gguf};
+use crate::files::companions::{copy_companions, set_chat_template};
+use crate::gguf::{self, Export, ExportTensor, GgmlType, UnknownTokenizer, dense_bytes};
 use crate::text::TokenizerFiles;
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
@@ -112,16 +112,16 @@ pub struct Companions<'a> {
 }
 
 impl Companions<'_> {
-    /// The files of the tokenizer, if there is one.
-    fn tokenizer(&self) -> Result<Option<TokenizerFiles>> {
-        if !is_gguf(self.from) && !self.from.join(TOKENIZER).is_file() {
-            return Ok(None);
-        }
+    /// The files of the tokenizer.
+    ///
+    /// # Errors
+    /// When there is none, or a file cannot be read.
+    fn tokenizer(&self) -> Result<TokenizerFiles> {
         let mut files = TokenizerFiles::read(self.from)?;
         if let Some(template) = self.chat_template {
             files.chat_templates = vec![("default".to_string(), template.to_string())];
         }
-        Ok(Some(files))
+        Ok(files)
     }
 
     /// Copies the files into a folder.
@@ -172,11 +172,11 @@ impl Model {
     }
 
     /// Writes the model in a format: into the existing folder `path`, or as this file. What is held in fewer bits is
-    /// unpacked first.
+    /// unpacked first. A GGUF file has a tokenizer unless there are no `companions`.
     ///
     /// # Errors
-    /// When a weight can't be held in the format, the model or its tokenizer can't be written as such a file, or a
-    /// file cannot be read or written.
+    /// When a weight can't be held in the format, the model or its tokenizer can't be written as such a file, the
+    /// companions of a GGUF file have no tokenizer, or a file cannot be read or written.
     pub fn save_as(
         &self,
         path: impl AsRef<Path>,
@@ -282,7 +282,7 @@ impl Model {
         };
         let tensors: Vec<ExportTensor> = weights.iter().map(describe).collect();
         let ids: HashMap<&str, WeightId> = weights.into_iter().collect();
-        let tokenizer = companions.map(|it| it.tokenizer()).transpose()?.flatten();
+        let tokenizer = companions.map(|it| it.tokenizer()).transpose()?;
         let export = Export {
             config: &self.config,
             tokenizer: tokenizer.as_ref(),

@@ -154,6 +154,24 @@ fn a_padding_token_beyond_the_models_vocabulary_is_no_difference() {
 }
 
 #[test]
+fn a_gguf_file_without_its_tokenizer_is_not_written() {
+    let (source, out) = (source(), tempfile::tempdir().unwrap());
+    let model = Model::load(source.path(), DType::F32, &Device::Cpu).unwrap();
+    std::fs::remove_file(source.path().join("tokenizer.json")).unwrap();
+    let path = out.path().join("a.gguf");
+    let write = || {
+        let companions = Companions { from: source.path(), chat_template: None };
+        model.save_as(&path, "gguf-f32".parse().unwrap(), Some(companions)).unwrap_err().to_string()
+    };
+    let error = write();
+    assert!(error.contains("tokenizer.json: no such file"), "{error}");
+    std::fs::write(source.path().join("tokenizer.model"), "x").unwrap();
+    let error = write();
+    assert!(error.contains("save the tokenizer as tokenizer.json"), "{error}");
+    assert!(!path.exists());
+}
+
+#[test]
 fn an_adapter_that_was_merged_agrees_and_one_that_was_not_does_not() {
     let (source, out) = (source(), tempfile::tempdir().unwrap());
     let load = || Model::load(source.path(), DType::F32, &Device::Cpu).unwrap();

@@ -235,8 +235,11 @@ impl Checkpoint {
                 mlx::read(*layers.get(path).unwrap_or(mode), part)
             }
             Self::Bytes { block } if has("weight_scale") || has("weight_scale_inv") => {
-                // What activations are multiplied by where a program quantises them, too.
-                let _ = part("input_scale");
+                // What activations are multiplied by where a program quantises them, too: compressed-tensors' name, and
+                // transformers'.
+                for scale in ["input_scale", "activation_scale"] {
+                    let _ = part(scale);
+                }
                 fp8::read(*block, part)
             }
             Self::Gptq(config) if has("qweight") => gptq::read(*config, part),
@@ -316,6 +319,29 @@ mod tests {
         assert_eq!(of(both), Checkpoint::Mlx { mode: affine(8, 64), layers: BTreeMap::new() });
         let awq = json!({ "quant_method": "awq", "bits": 4, "group_size": -1, "version": "GEMM" });
         assert_eq!(of(json!({ "quantization_config": awq })), Checkpoint::Awq(None));
+    }
+
+    #[test]
+    fn the_scale_of_activations_is_part_of_a_matrix_whatever_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        for scale in ["input_scale", "activation_scale"] {
+            let header = json!({
+                "a.weight": { "dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4] },
+                "a.weight_scale_inv": { "dtype": "F32", "shape": [], "data_offsets": [4, 8] },
+                format!("a.{scale}"): { "dtype": "F32", "shape": [], "data_offsets": [8, 12] },
+            });
+            let header = header.to_string();
+            let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+            bytes.extend(header.as_bytes());
+            bytes.extend([0x38; 4]);
+            bytes.extend([1f32, 0.5].map(f32::to_le_bytes).concat());
+            let path = folder.path().join(scale);
+            std::fs::write(&path, bytes).unwrap();
+            let weights = Weights::from_files([&path]).unwrap();
+            let matrix = Checkpoint::Bytes { block: None }.matrix(&weights, "a.weight", (2, 2));
+            assert!(matrix.unwrap().is_some());
+            assert!(weights.unread().is_empty(), "{:?}", weights.unread());
+        }
     }
 
     #[test]
