@@ -428,20 +428,20 @@ fn rope_scaling(
         (Some("yarn"), Some(factor)) => {
             let growth =
                 |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-            let whole = match keys.float("rope.scaling.yarn_log_multiplier")? {
+            // Converters write more of these keys than llama.cpp reads, `yarn_attn_factor` among them.
+            let read = |name: &str| match reads_yarn(keys.target) {
+                true => keys.float(name),
+                false => Ok(None),
+            };
+            let whole = match read("rope.scaling.yarn_log_multiplier")? {
                 Some(scale) if scale != 0.0 => growth(1.0) / growth(scale),
                 _ => growth(1.0),
             };
-            let own = keys.float("rope.scaling.yarn_attn_factor")?;
-            let attention = match (attention, own) {
-                (Some(attention), _) => attention * whole,
-                (None, Some(own)) => own,
-                (None, None) => whole,
-            };
             dictionary(json!({
-                "rope_type": "yarn", "factor": factor, "attention_factor": attention,
-                "beta_fast": keys.float("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
-                "beta_slow": keys.float("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+                "rope_type": "yarn", "factor": factor,
+                "attention_factor": attention.unwrap_or(1.0) * whole,
+                "beta_fast": read("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+                "beta_slow": read("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 "original_max_position_embeddings": original.unwrap_or(context),
             }))
         }
@@ -455,6 +455,11 @@ fn rope_scaling(
             ),
         )),
     }
+}
+
+/// Whether llama.cpp's code for an architecture reads `yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier`.
+fn reads_yarn(target: &Target) -> bool {
+    target.name == "mistral3"
 }
 
 /// The rule of Llama 3.1 that gives these divisors, if one does. Files have the divisors alone.
@@ -591,8 +596,7 @@ fn write_rope(
             original_max_position_embeddings,
             attention_factor,
         } => {
-            // Read for this architecture alone.
-            let reads_betas = target.name == "mistral3";
+            let reads_betas = reads_yarn(target);
             if !reads_betas && (*beta_fast, *beta_slow) != (32.0, 1.0) {
                 return refused(format!(
                     "yarn with beta_fast {beta_fast} and beta_slow {beta_slow}"
@@ -930,6 +934,35 @@ mod tests {
         }
         let error = read(&with_divisors, "yarn", 4.0, None).unwrap_err().to_string();
         assert!(error.contains("llama.rope.scaling.type") && error.contains("divisors"), "{error}");
+    }
+
+    #[test]
+    fn keys_of_yarn_that_llama_cpp_does_not_read_change_nothing() {
+        let yarn = |factor: Option<f64>| {
+            let config = read_with(&fixture("qwen3"), |metadata| {
+                metadata.text("qwen3.rope.scaling.type", "yarn");
+                metadata.float("qwen3.rope.scaling.factor", 4.0);
+                metadata.float("qwen3.rope.scaling.yarn_attn_factor", 0.878);
+                metadata.float("qwen3.rope.scaling.yarn_beta_fast", 8.0);
+                metadata.float("qwen3.rope.scaling.yarn_beta_slow", 2.0);
+                metadata.float("qwen3.rope.scaling.yarn_log_multiplier", 1.0);
+                if let Some(factor) = factor {
+                    metadata.float("qwen3.rope.scaling.attn_factor", factor);
+                }
+            });
+            match &config.unwrap().ropes[0].scaling {
+                RopeScaling::Yarn { attention_factor, beta_fast, beta_slow, .. } => {
+                    (*attention_factor, *beta_fast, *beta_slow)
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let growth = 0.1 * 4f64.ln() + 1.0;
+        let (attention, fast, slow) = yarn(None);
+        assert!((attention / growth - 1.0).abs() < 1e-6, "{attention}");
+        assert_eq!((fast, slow), (32.0, 1.0));
+        let (attention, ..) = yarn(Some(0.5));
+        assert!((attention / growth - 0.5).abs() < 1e-6, "{attention}");
     }
 
     #[test]
