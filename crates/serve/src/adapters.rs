@@ -267,12 +267,8 @@ impl App {
             return Ok(found);
         }
         read_through(&version);
-        let adapter = {
-            let _turn = replica.turns.hold();
-            let adapter = Adapter::load(&replica.model, folder)?;
-            replica.model.device().synchronize().map_err(metal_candle::Error::from)?;
-            Arc::new(adapter)
-        };
+        let turn = || replica.turns.hold();
+        let adapter = Arc::new(Adapter::load_in_turns(&replica.model, folder, turn)?);
         let tokenizer = match chat_template_in(folder)? {
             Some(_) => {
                 let mut tokenizer = Tokenizer::load(&self.folder)?;

@@ -412,10 +412,7 @@ impl LoraConfig {
             .map(|exclude| Matcher::new("exclude_modules", exclude))
             .transpose()?;
         let told = self.told_by_path()?;
-        if let Targets::Names(names) = &self.targets
-            && let Some(name) =
-                names.iter().find(|name| !paths.iter().any(|path| ends_in(path, name)))
-        {
+        if let Some(name) = self.unknown_targets(paths).next() {
             return Err(Error::option(
                 "target_modules",
                 format!(
@@ -424,7 +421,7 @@ impl LoraConfig {
                 ),
             ));
         }
-        // As in PEFT, a module that is named by its whole path, such as the head, needn't be in a layer.
+        // As in PEFT, a module that is named by its whole path may be in any layer or, such as the head, in none.
         let is_named = |path: &String| match &self.targets {
             Targets::Names(names) => names.contains(path),
             _ => false,
@@ -433,9 +430,8 @@ impl LoraConfig {
         for path in paths {
             let selected = targets.matches(path)
                 && !exclude.as_ref().is_some_and(|exclude| exclude.matches(path))
-                && layers.as_ref().is_none_or(|layers| match layer_index(path) {
-                    Some(index) => layers.contains(&index),
-                    None => is_named(path),
+                && layers.as_ref().is_none_or(|layers| {
+                    is_named(path) || layer_index(path).is_some_and(|index| layers.contains(&index))
                 });
             if selected {
                 let Told { rank, alpha } = self.found(path, told(path));
@@ -457,6 +453,25 @@ impl LoraConfig {
             ));
         }
         Ok(resolved)
+    }
+
+    /// The names among its targets that none of these paths has.
+    pub(super) fn unknown_targets<'a>(
+        &'a self,
+        paths: &'a [String],
+    ) -> impl Iterator<Item = &'a str> {
+        let names = match &self.targets {
+            Targets::Names(names) => names.as_slice(),
+            Targets::Pattern(_) => &[],
+        };
+        let is_known = |name: &str| paths.iter().any(|path| ends_in(path, name));
+        names.iter().map(String::as_str).filter(move |name| !is_known(name))
+    }
+
+    /// Has these layers adapted and no others.
+    pub(super) fn choose(&mut self, paths: Vec<String>) {
+        self.targets = Targets::Names(paths);
+        (self.exclude, self.layers, self.last_layers) = (None, None, None);
     }
 
     /// The rank and the alpha of a path by the patterns.
@@ -511,8 +526,7 @@ impl LoraConfig {
             plain.alpha_pattern.entry(key.clone()).or_insert(*alpha);
         }
         if found.values().any(|rank| *rank == 0) {
-            plain.targets = Targets::Names(adapted.map(String::from).collect());
-            (plain.exclude, plain.layers, plain.last_layers) = (None, None, None);
+            plain.choose(adapted.map(String::from).collect());
         }
         Ok(plain)
     }

@@ -12,6 +12,7 @@ mod merged;
 mod methods;
 mod parameters;
 mod partition;
+mod plan;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -19,6 +20,7 @@ mod version;
 
 pub use config::{Biases, EvaConfig, LoraConfig, Resolved, StartFrom, Targets, TokenIndices};
 pub use export::TrainedFiles;
+use files::AdapterFile;
 pub use files::mlx::MLX_WEIGHTS;
 pub use files::peft::ADAPTER_WEIGHTS;
 pub use files::{ADAPTER_CONFIG, AdapterFormat, read_config};
@@ -34,17 +36,18 @@ use crate::model::weight::WeightId;
 use crate::model::{Model, ModelId, Weights};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Tensor};
 use merged::Merging;
+use metal_candle_kernels::host;
 pub(crate) use methods::dora::Lengths;
-use methods::dora::Magnitude;
 use methods::lora;
 pub(crate) use methods::{LowRank, TableUpdate, eva};
 use partition::Gathering;
+use plan::{Outline, Plan, PlannedLora};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use tables::PlannedTable;
 pub(crate) use version::AdapterVersion;
 
 /// What is trained of a model, or has been.
@@ -92,6 +95,14 @@ struct Part {
     start: Option<Tensor>,
 }
 
+impl Part {
+    /// What a file of ours has of it.
+    fn outline(&self) -> Outline<'_> {
+        let (dims, has_start) = (self.entry.shape.dims(), self.start.is_some());
+        Outline { kind: self.kind, of: &self.of, dims, has_start }
+    }
+}
+
 /// What a trainable tensor is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PartKind {
@@ -113,65 +124,9 @@ enum PartKind {
     Weight,
 }
 
-/// The trainable tensors of an adapter before they have memory.
-#[derive(Default)]
-struct Plan {
-    parts: Vec<(PartKind, String)>,
-    parameters: Vec<(String, Shape)>,
-}
-
-impl Plan {
-    /// Adds a tensor, and gives its place among them.
-    fn add(&mut self, kind: PartKind, of: &str, shape: impl Into<Shape>) -> usize {
-        let name = match kind {
-            PartKind::A => format!("{of}.lora_A"),
-            PartKind::B => format!("{of}.lora_B"),
-            PartKind::Magnitude => format!("{of}.lora_magnitude_vector"),
-            PartKind::Bias => format!("{of}.bias"),
-            PartKind::EmbeddingA => format!("{of}.lora_embedding_A"),
-            PartKind::EmbeddingB => format!("{of}.lora_embedding_B"),
-            PartKind::Rows => format!("{of}.token_adapter.trainable_tokens_delta"),
-            PartKind::Weight => of.to_string(),
-        };
-        self.parts.push((kind, of.to_string()));
-        self.parameters.push((name, shape.into()));
-        self.parts.len() - 1
-    }
-
-    /// Every weight of the model.
-    fn full(model: &Model) -> Self {
-        let mut plan = Self::default();
-        for (name, id) in model.named_weights() {
-            plan.add(PartKind::Weight, name, model.frozen().shape(id));
-        }
-        plan
-    }
-
-    /// Gives all of them memory, zeroed.
-    fn allocate(self, device: &Device) -> Result<(Parameters, Vec<Part>, Vec<Parameter>)> {
-        self.allocate_cut(device, |_| Ok(None))
-    }
-
-    /// [`Self::allocate`], cut as `partition` says for their layout. What is in parts has no view.
-    fn allocate_cut(
-        self,
-        device: &Device,
-        partition: impl FnOnce(&[Entry]) -> Result<Option<Partition>>,
-    ) -> Result<(Parameters, Vec<Part>, Vec<Parameter>)> {
-        let (parameters, ids) = Parameters::cut(&self.parameters, device, partition)?;
-        let mut parts = Vec::with_capacity(ids.len());
-        let mut views = Vec::with_capacity(ids.len());
-        for ((kind, of), id) in self.parts.into_iter().zip(ids) {
-            parts.push(Part { kind, of, id, entry: parameters.entry(id)?.clone(), start: None });
-            let is_cut = parameters.partition().is_some_and(|cut| cut.unit_of(id).is_some());
-            let view = match is_cut {
-                true => Tensor::zeros(0, DType::F32, &Device::Cpu)?,
-                false => parameters.view(id)?,
-            };
-            views.push(Parameter::new(view, id));
-        }
-        Ok((parameters, parts, views))
-    }
+/// Tells an error of what a folder's configuration asks for.
+fn of_config(folder: &Path) -> impl Fn(Error) -> Error {
+    |error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string())
 }
 
 impl Adapter {
@@ -233,12 +188,61 @@ impl Adapter {
     /// for another model.
     pub fn load(model: &Model, folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let (format, config, _) = files::read(folder)?;
-        let adapter = Self::lora(model, &config)
-            .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
+        let (file, planned) = Self::open(model, folder)?;
         // Others' files don't have what PiSSA and OLoRA took from the weights, which is found again here.
-        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, Some(model))?;
+        let starts = planned.starts(|id| model.dense(id)).map_err(of_config(folder))?;
+        let adapter = planned.build(starts).map_err(of_config(folder))?;
+        file.read(&adapter.parts, &adapter.parameters, Some(model))?;
         Ok(adapter)
+    }
+
+    /// [`Self::load`] beside others who use the model's device, for an adapter that nobody vouches for. The device is used
+    /// while what `turn` gives is held alone: what PiSSA and OLoRA took from the weights is found again without it, by the
+    /// CPU, and up to a rank of 128.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and for a higher rank of such an adapter.
+    pub fn load_in_turns<T>(
+        model: &Model,
+        folder: impl AsRef<Path>,
+        turn: impl Fn() -> T,
+    ) -> Result<Self> {
+        /// The time that is needed grows with the third power of the rank.
+        const MOST: usize = 128;
+        let folder = folder.as_ref();
+        let (file, planned) = Self::open(model, folder)?;
+        if let Some((rank, path)) = planned.largest_start().filter(|(rank, _)| *rank > MOST) {
+            return Err(Error::file(
+                folder.join(ADAPTER_CONFIG),
+                format!(
+                    "init_lora_weights says that the update of `{path}`, of rank {rank}, started from its weight, and the \
+                     file doesn't have this start; beside others it is found again up to a rank of {MOST}. `metal-candle \
+                     convert --to mlx` makes a plain LoRA adapter of it"
+                ),
+            ));
+        }
+        let on_the_host = |id| {
+            let _turn = turn();
+            Ok(Cow::Owned(host::on_the_host(&*model.dense(id)?)?))
+        };
+        let starts = planned.starts(on_the_host).map_err(of_config(folder))?;
+        let _turn = turn();
+        let adapter = planned.build(starts).map_err(of_config(folder))?;
+        file.read(&adapter.parts, &adapter.parameters, Some(model))?;
+        model.device().synchronize()?;
+        Ok(adapter)
+    }
+
+    /// The weights of an adapter's folder, and what it trains of the model: both fit together, which is all that has been
+    /// looked at.
+    fn open<'m>(model: &'m Model, folder: &Path) -> Result<(AdapterFile, PlannedLora<'m>)> {
+        let (format, mut config, _) = files::read(folder)?;
+        let file = AdapterFile::open(folder, format)?;
+        file.fit(&mut config, &model.target_paths(), model.config().layers.len())
+            .map_err(of_config(folder))?;
+        let planned = PlannedLora::new(model, config).map_err(of_config(folder))?;
+        file.check(planned.plan.outlines(), true)?;
+        Ok((file, planned))
     }
 
     /// An adapter that trains every weight of the model, from their values: full fine-tuning. It needs nothing
@@ -354,207 +358,11 @@ impl Adapter {
         })
     }
 
-    /// An error unless ranks that have a part of a model each can have an adapter's parts, too: updates of linear layers
-    /// that don't take anything from the weights, which nobody has whole.
-    fn check_cuts(config: &LoraConfig, resolved: &[Resolved]) -> Result<()> {
-        let is_table = |path: &str| [Model::EMBEDDING, Model::HEAD].contains(&path);
-        let table = resolved.iter().any(|layer| is_table(&layer.path));
-        let has = [
-            ("DoRA", config.dora),
-            (
-                "a start that is taken from the weights (PiSSA, OLoRA)",
-                config.start.takes_from_weight(),
-            ),
-            ("biases", config.bias != Biases::None),
-            ("weights that it replaces (modules_to_save)", !config.modules_to_save.is_empty()),
-            (
-                "rows for some tokens (trainable_token_indices)",
-                config.trainable_token_indices.is_some(),
-            ),
-            ("an update of the embedding or the head", table),
-        ];
-        match has.into_iter().find(|(_, is_there)| *is_there) {
-            None => Ok(()),
-            Some((what, _)) => Err(Error::Unsupported(format!(
-                "an adapter with {what} for a model in parts on several devices (tensor parallelism); LoRA of linear layers is"
-            ))),
-        }
-    }
-
     /// An adapter as `config` describes it, whose A, B and lengths are zero.
     fn lora(model: &Model, config: &LoraConfig) -> Result<Self> {
-        let layer_count = model.config().layers.len();
-        let resolved = config.resolve(&model.target_paths(), layer_count)?;
-        if model.is_tensor_parallel() {
-            Self::check_cuts(config, &resolved)?;
-        }
-        let linears: HashMap<&str, &Linear> =
-            model.linears().map(|linear| (linear.path.as_str(), linear)).collect();
-        let mut plan = Plan::default();
-        let mut planned = Vec::with_capacity(resolved.len());
-        let mut tables = Vec::new();
-        for layer @ Resolved { path, rank, scale } in &resolved {
-            if [Model::EMBEDDING, Model::HEAD].contains(&path.as_str()) {
-                tables.push(PlannedTable::low_rank(model, config, layer, &mut plan)?);
-                continue;
-            }
-            let linear = *linears.get(path.as_str()).ok_or_else(|| {
-                Error::option("target_modules", format!("`{path}` is no layer of this model"))
-            })?;
-            let Linear { input, output, .. } = *linear;
-            let most = match config.start {
-                StartFrom::Eva => input,
-                start if start.takes_from_weight() => input.min(output),
-                _ => input.max(output),
-            };
-            if *rank > most {
-                return Err(Error::option(
-                    "rank",
-                    format!(
-                        "is {rank}, but `{path}` is {output} by {input}; expected at most {most}"
-                    ),
-                ));
-            }
-            let a = plan.add(PartKind::A, path, (input, *rank));
-            let b = plan.add(PartKind::B, path, (*rank, output));
-            let m = config.dora.then(|| plan.add(PartKind::Magnitude, path, output));
-            let bias = linear.bias.filter(|_| config.bias != Biases::None);
-            let bias = bias.map(|id| (id, plan.add(PartKind::Bias, path, output)));
-            planned.push((linear, a, b, m, bias, *scale));
-        }
-        PlannedTable::add_rows(model, config, &mut tables, &mut plan)?;
-        let replacements = Self::plan_replacements(model, config, &mut plan, (&resolved, &tables))?;
-        let (parameters, mut parts, views) = plan.allocate(model.device())?;
-        let mut updates: Vec<Option<LowRank>> = model.linears().map(|_| None).collect();
-        let mut replaced = vec![None; model.frozen().len()];
-        let mut head = None;
-        let mut replace = |place: Option<WeightId>, view: &Parameter| -> Result<()> {
-            let weight = model.dense(place.unwrap_or(model.embedding))?;
-            parameters.set(view.id(), &weight)?;
-            match place {
-                Some(id) => replaced[id.index()] = Some(view.clone()),
-                None => head = Some(view.clone()),
-            }
-            Ok(())
-        };
-        for (place, part) in replacements {
-            replace(place, &views[part])?;
-        }
-        let stream = planned.len() as u64;
-        for (stream, (linear, a, b, m, bias, scale)) in planned.into_iter().enumerate() {
-            if let Some((id, part)) = bias {
-                replace(Some(id), &views[part])?;
-            }
-            let rank = views[a].tensor().dim(1)?;
-            let weight = || model.dense(linear.weight);
-            let start = methods::start(config.start, weight, rank, scale, &linear.path)?;
-            if let Some(start) = &start {
-                parts[a].start = Some(start.a.clone());
-                parts[b].start = Some(start.minus_b.clone());
-            }
-            updates[linear.index] = Some(LowRank {
-                a: views[a].clone(),
-                b: views[b].clone(),
-                scale,
-                dropout: config.dropout,
-                stream: stream as u64,
-                start,
-                magnitude: m
-                    .map(|part| Magnitude::new(views[part].clone(), &*weight()?))
-                    .transpose()?,
-                laid_out: lora::LaidOut::default(),
-            });
-        }
-        let (mut embedding, mut head_update) = (None, None);
-        for planned in tables {
-            let is_head = planned.path == Model::HEAD;
-            let is_both = !is_head && model.head.is_none() && planned.is_rows();
-            let update = Arc::new(planned.update(model, config, &parameters, &views, stream)?);
-            if is_head || is_both {
-                head_update = Some(update.clone());
-            }
-            if !is_head {
-                embedding = Some(update);
-            }
-        }
-        let method = Method::Lora { config: Box::new(config.clone()), layer_count };
-        Ok(Self {
-            model: model.id(),
-            method,
-            updates,
-            embedding,
-            head_update,
-            replaced,
-            head,
-            parts,
-            parameters,
-            gathering: None,
-        })
-    }
-
-    /// The weights that are trained whole: the model's, or `None` for the head of a model whose head is the
-    /// embedding; and their places in the plan.
-    fn plan_replacements(
-        model: &Model,
-        config: &LoraConfig,
-        plan: &mut Plan,
-        (resolved, tables): (&[Resolved], &[PlannedTable]),
-    ) -> Result<Vec<(Option<WeightId>, usize)>> {
-        const HEAD: &str = Model::HEAD;
-        let modules = &config.modules_to_save;
-        // PEFT compares the ends of the paths as texts.
-        let mut used = vec![false; modules.len()];
-        let mut saved = |path: &str| {
-            let mut is_saved = false;
-            for (module, used) in modules.iter().zip(&mut used) {
-                let is_meant = path.ends_with(module.as_str());
-                *used |= is_meant;
-                is_saved |= is_meant;
-            }
-            is_saved
-        };
-        let adapted = |path: &str| {
-            resolved.iter().any(|layer| layer.path == path)
-                || tables.iter().any(|table| table.changes(model, path))
-        };
-        let refuse_both = |path: &str| {
-            Err(Error::option(
-                "modules_to_save",
-                format!("has `{path}`, which gets an adapter; expected one of both"),
-            ))
-        };
-        let mut found = Vec::new();
-        for (name, id) in model.named_weights() {
-            let (path, tensor) = name.rsplit_once('.').unwrap_or((name, ""));
-            let is_bias = config.bias == Biases::All && tensor == "bias" && !adapted(path);
-            if saved(path) {
-                if adapted(path) {
-                    return refuse_both(path);
-                }
-            } else if !is_bias {
-                continue;
-            }
-            let shape = model.frozen().shape(id);
-            found.push((Some(id), plan.add(PartKind::Weight, name, shape)));
-        }
-        if model.head.is_none() && saved(HEAD) {
-            if adapted(HEAD) {
-                return refuse_both(HEAD);
-            }
-            let shape = model.frozen().shape(model.embedding);
-            found.push((None, plan.add(PartKind::Weight, &format!("{HEAD}.weight"), shape)));
-        }
-        if let Some(index) = used.iter().position(|used| !used) {
-            return Err(Error::option(
-                "modules_to_save",
-                format!(
-                    "has `{}`, but no part of this model is called so; expected embed_tokens, norm, lm_head or \
-                     a linear layer",
-                    modules[index]
-                ),
-            ));
-        }
-        Ok(found)
+        let planned = PlannedLora::new(model, config.clone())?;
+        let starts = planned.starts(|id| model.dense(id))?;
+        planned.build(starts)
     }
 
     /// Sets DoRA's lengths to those of the merged rows, so that training starts from the model as it is.
@@ -699,8 +507,9 @@ impl Adapter {
         let folder = folder.as_ref();
         match &self.method {
             Method::Lora { .. } => {
-                let format = AdapterFormat::of(folder)?;
-                files::read_weights(folder, format, &self.parts, &self.parameters, None)
+                let file = AdapterFile::open(folder, AdapterFormat::of(folder)?)?;
+                file.check(self.parts.iter().map(Part::outline), false)?;
+                file.read(&self.parts, &self.parameters, None)
             }
             Method::Full => {
                 let saved = Weights::open(folder)?;

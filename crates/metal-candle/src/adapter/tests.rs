@@ -57,6 +57,9 @@ fn names_patterns_and_layers_choose_as_in_peft() {
     assert_eq!(with_tables(&named), 14);
     let in_layers = LoraConfig { layers: Some(vec![0, 3]), ..named.clone() };
     assert_eq!(with_tables(&in_layers), 3);
+    let whole_path = names(&["v_proj", "model.layers.5.self_attn.q_proj"]);
+    let beside_layers = LoraConfig { targets: whole_path, layers: Some(vec![0, 3]), ..config() };
+    assert_eq!(resolve(&beside_layers).len(), 3);
     let any = LoraConfig { targets: Targets::Pattern(".*(v_proj|lm_head)".into()), ..config() };
     assert_eq!(with_tables(&any), 13);
     let listed = LoraConfig { layers: Some(vec![1]), ..config() };

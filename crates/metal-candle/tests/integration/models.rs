@@ -868,6 +868,169 @@ fn mistakes_in_an_adapter_of_mlx_lm_are_named() {
     assert!(error.contains("another base model"), "{error}");
 }
 
+/// An adapter's folder after a change of its configuration and its weights.
+fn changed_adapter(
+    original: &Path,
+    config: impl FnOnce(&mut Value),
+    weights: impl FnOnce(&mut HashMap<String, Tensor>),
+) -> tempfile::TempDir {
+    let changed = tempfile::tempdir().unwrap();
+    let mut json = json(original.join(adapter::ADAPTER_CONFIG));
+    config(&mut json);
+    std::fs::write(changed.path().join(adapter::ADAPTER_CONFIG), json.to_string()).unwrap();
+    let name = AdapterFormat::of(original).unwrap().weights();
+    let mut values = tensors(original.join(name));
+    weights(&mut values);
+    candle_core::safetensors::save(&values, changed.path().join(name)).unwrap();
+    changed
+}
+
+fn parameter_names(adapter: &Adapter) -> Vec<&str> {
+    adapter.parameters().entries().iter().map(|entry| entry.name.as_str()).collect()
+}
+
+#[test]
+fn layers_that_mlx_lm_chose_before_it_wrote_keys_are_those_in_the_file() {
+    let model = load("llama");
+    let original = folder("llama").join("adapter-mlx");
+    let is_chosen =
+        |name: &str| name.contains("self_attn.q_proj") || name.contains("self_attn.v_proj");
+    let few =
+        changed_adapter(&original, |_| (), |weights| weights.retain(|name, _| is_chosen(name)));
+    let adapter = load_adapter(&model, few.path());
+    assert_eq!(adapter.parameters().entries().len(), 2 * 2 * 3);
+    let others_are_zero = changed_adapter(
+        &original,
+        |_| (),
+        |weights| {
+            let others =
+                weights.iter_mut().filter(|(name, _)| name.ends_with("lora_b") && !is_chosen(name));
+            others.for_each(|(_, b)| *b = b.zeros_like().unwrap());
+        },
+    );
+    let whole = load_adapter(&model, others_are_zero.path());
+    let ids = rows(&tensors(original.join("expected.safetensors"))["input_ids"]);
+    let [found, expected] = [&adapter, &whole].map(|adapter| adapted_logits(&model, adapter, &ids));
+    assert_close("few layers", &found, &expected, 1e-5);
+    // Written again, it has the same layers.
+    for format in [AdapterFormat::Peft, AdapterFormat::Mlx] {
+        let again = load_adapter(&model, save_as(&adapter, format).path());
+        assert_eq!(parameter_names(&again), parameter_names(&adapter));
+    }
+    let b = "model.layers.1.self_attn.v_proj.lora_b";
+    let half = changed_adapter(&original, |_| (), |weights| drop(weights.remove(b)));
+    let error = Adapter::load(&model, half.path()).unwrap_err().to_string();
+    assert!(error.contains(&format!("has no tensor `{b}`")), "{error}");
+}
+
+#[test]
+fn targets_that_a_base_lacks_matter_to_a_new_adapter_alone() {
+    let model = load("llama");
+    let original = folder("llama").join("adapter");
+    let with = |change: &dyn Fn(&mut Vec<Value>)| {
+        let config = |json: &mut Value| change(json["target_modules"].as_array_mut().unwrap());
+        let changed = changed_adapter(&original, config, |_| ());
+        Adapter::load(&model, changed.path())
+    };
+    let more =
+        with(&|targets| targets.extend(["W_pack".into(), "query_key_value".into()])).unwrap();
+    let plain = load_adapter(&model, &original);
+    let values = |adapter: &Adapter| adapter.parameters().values().to_vec1::<f32>().unwrap();
+    assert_eq!(values(&more), values(&plain));
+    // What it does is said again when it is written.
+    let written = tempfile::tempdir().unwrap();
+    more.save(written.path(), "llama").unwrap();
+    assert_eq!(
+        json(written.path().join(adapter::ADAPTER_CONFIG))["target_modules"],
+        json(original.join(adapter::ADAPTER_CONFIG))["target_modules"]
+    );
+    let error = with(&|targets| *targets = vec!["W_pack".into()]).unwrap_err().to_string();
+    assert!(error.contains("adapter_config.json") && error.contains("`W_pack` is not"), "{error}");
+    let names = Targets::Names(vec!["q_proj".into(), "W_pack".into()]);
+    let config = LoraConfig { targets: names, ..LoraConfig::default() };
+    let error = Adapter::new(&model, &config, 1).unwrap_err().to_string();
+    assert!(error.contains("`W_pack` is not a linear layer"), "{error}");
+}
+
+#[test]
+fn modules_that_peft_saves_whole_get_no_update() {
+    for (method_name, also) in [("modules", "lm_head"), ("modules-norm", "o_proj")] {
+        let model = load("llama");
+        let (path, expected) = method("llama", method_name);
+        let both = |json: &mut Value| {
+            json["target_modules"].as_array_mut().unwrap().push(also.into());
+        };
+        let changed = changed_adapter(&path, both, |_| ());
+        let adapter = load_adapter(&model, changed.path());
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
+        assert_close(method_name, &found, &expected["logits"], 1e-5);
+        let written = tempfile::tempdir().unwrap();
+        adapter.save(written.path(), "llama").unwrap();
+        let again = load_adapter(&model, written.path());
+        assert_eq!(parameter_names(&again), parameter_names(&adapter));
+    }
+}
+
+#[test]
+fn a_file_is_compared_with_its_configuration_before_anything_is_computed() {
+    // Whatever a weight is asked for is an error of this model.
+    let model = Model::load(folder("llama"), DType::F32, &device()).unwrap().without_weights();
+    for (name, start) in
+        [("method-pissa", "pissa"), ("method-olora", "olora"), ("method-dora", "true")]
+    {
+        let original = folder("llama").join(name);
+        let config = |json: &mut Value| json["init_lora_weights"] = start.into();
+        let empty = changed_adapter(&original, config, HashMap::clear);
+        let error = Adapter::load(&model, empty.path()).unwrap_err().to_string();
+        assert!(error.contains("has no tensor `base_model.model."), "{error}");
+        let config = |json: &mut Value| json["r"] = 8.into();
+        let other = changed_adapter(&original, config, |_| ());
+        let error = Adapter::load(&model, other.path()).unwrap_err().to_string();
+        assert!(error.contains("has shape [4, 32]") && error.contains("[8, 32]"), "{error}");
+    }
+}
+
+#[test]
+fn an_adapter_is_read_in_turns_of_which_none_is_in_another() {
+    let model = load("llama");
+    for (name, weights) in [("pissa", 21), ("olora", 9), ("dora", 0)] {
+        let (path, expected) = method("llama", name);
+        let (device_turn, turns) = (std::sync::Mutex::new(()), std::cell::Cell::new(0));
+        let turn = || {
+            turns.set(turns.get() + 1);
+            device_turn.try_lock().unwrap()
+        };
+        let adapter = Arc::new(Adapter::load_in_turns(&model, &path, turn).unwrap());
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
+        assert_close(name, &found, &expected["logits"], tolerance(name));
+        // One for each weight that something is taken from.
+        assert_eq!(turns.get(), weights + 1, "{name}");
+    }
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32,
+    });
+    let config = Config::from_json(&config.to_string()).unwrap();
+    let model = Model::random(config, DType::F32, &device(), 7).unwrap();
+    let targets = Targets::Names(vec!["q_proj".into()]);
+    let large = LoraConfig { rank: 129, targets, ..LoraConfig::default() };
+    let written = tempfile::tempdir().unwrap();
+    new_adapter(&model, &large, 1).save(written.path(), "base").unwrap();
+    Adapter::load_in_turns(&model, written.path(), || ()).unwrap();
+    let config = |json: &mut Value| json["init_lora_weights"] = "pissa".into();
+    let open = changed_adapter(written.path(), config, |_| ());
+    let error = Adapter::load_in_turns(&model, open.path(), || ()).unwrap_err().to_string();
+    assert!(error.contains("adapter_config.json") && error.contains("a rank of 128"), "{error}");
+}
+
 #[test]
 fn every_choice_of_layers_can_be_read_again() {
     let pattern = Targets::Pattern(r".*layers\.0\..*q_proj|.*layers\.1\..*up_proj".into());

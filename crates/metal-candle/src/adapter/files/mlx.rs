@@ -8,6 +8,7 @@ use crate::files::short;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// The name of the weights in a folder of mlx-lm's.
@@ -101,6 +102,31 @@ pub(super) fn parse_config(
     Ok((config, base))
 }
 
+/// Has a configuration without `keys` choose those of its layers that the file has A or B of. To mlx-lm it means all linear
+/// layers, of which those without tensors stay as they are: until October 2025 it meant a few of each family, such as
+/// `self_attn.q_proj` and `self_attn.v_proj`.
+pub(super) fn fit(
+    config: &mut LoraConfig,
+    in_file: &HashSet<&str>,
+    paths: &[String],
+    layer_count: usize,
+) -> Result<()> {
+    if config.targets != Targets::all_linear() {
+        return Ok(());
+    }
+    let all = config.resolve(paths, layer_count)?;
+    let count = all.len();
+    let found: Vec<String> = all
+        .into_iter()
+        .map(|layer| layer.path)
+        .filter(|path| in_file.contains(path.as_str()))
+        .collect();
+    if !found.is_empty() && found.len() < count {
+        config.choose(found);
+    }
+    Ok(())
+}
+
 /// The alpha that gives this scale at this rank: the whole number, if one does.
 fn alpha(scale: f64, rank: usize) -> f64 {
     let alpha = scale * rank as f64;
@@ -115,15 +141,14 @@ fn layer_and_key(path: &str) -> Option<(usize, &str)> {
 }
 
 /// A part's name in the file.
-pub(super) fn name(part: &Part) -> String {
-    let of = &part.of;
-    match part.kind {
+pub(super) fn name(kind: PartKind, of: &str) -> String {
+    match kind {
         PartKind::A => format!("{of}.lora_a"),
         PartKind::B => format!("{of}.lora_b"),
         PartKind::Magnitude => format!("{of}.m"),
         PartKind::Bias => format!("{of}.bias"),
         PartKind::EmbeddingA | PartKind::EmbeddingB | PartKind::Rows | PartKind::Weight => {
-            of.clone()
+            of.to_string()
         }
     }
 }
@@ -161,7 +186,7 @@ pub(in crate::adapter) fn write(
             format!(
                 "mlx-lm's files hold the updates of the decoder's linear layers, but this adapter has `{}` too; PEFT's \
                  hold both",
-                name(part)
+                name(part.kind, &part.of)
             ),
         ));
     }

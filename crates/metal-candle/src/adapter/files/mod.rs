@@ -4,6 +4,7 @@
 pub(super) mod mlx;
 pub(super) mod peft;
 
+use super::plan::Outline;
 use super::{LoraConfig, Parameters, Part, PartKind};
 use crate::files;
 use crate::files::{cut, short};
@@ -13,8 +14,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::{copy, host};
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
 
 /// The name of the configuration in an adapter folder.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
@@ -70,37 +71,37 @@ impl AdapterFormat {
     }
 
     /// A part's name in the file.
-    fn tensor_name(self, part: &Part) -> String {
+    fn tensor_name(self, kind: PartKind, of: &str) -> String {
         match self {
-            Self::Peft => peft::name(part),
-            Self::Mlx => mlx::name(part),
+            Self::Peft => peft::name(kind, of),
+            Self::Mlx => mlx::name(kind, of),
         }
     }
 
     /// Whether the file has the other orientation.
-    fn is_transposed(self, part: &Part) -> bool {
+    fn is_transposed(self, kind: PartKind) -> bool {
         match self {
-            Self::Peft => peft::is_transposed(part),
+            Self::Peft => peft::is_transposed(kind),
             Self::Mlx => false,
         }
     }
 
-    /// A part's shape in the file.
-    fn shape(self, part: &Part, with_start: bool) -> Vec<usize> {
-        let mut shape = part.entry.shape.dims().to_vec();
-        if with_start {
-            shape[rank_dimension(part)] *= 2;
+    /// A part's name and shape in the file.
+    fn described(self, part: &Outline) -> (String, Vec<usize>) {
+        let mut shape = part.dims.to_vec();
+        if part.has_start {
+            shape[rank_dimension(part.kind)] *= 2;
         }
-        if self.is_transposed(part) {
+        if self.is_transposed(part.kind) {
             shape.reverse();
         }
-        shape
+        (self.tensor_name(part.kind, part.of), shape)
     }
 }
 
 /// Which dimension of A or B is the rank.
-fn rank_dimension(part: &Part) -> usize {
-    usize::from(part.kind == PartKind::A)
+fn rank_dimension(kind: PartKind) -> usize {
+    usize::from(kind == PartKind::A)
 }
 
 /// The configuration in a folder, and whose it is.
@@ -139,96 +140,135 @@ pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
     Ok((config, base))
 }
 
-/// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
-/// error. `base` is the model whose embedding and head PEFT may have written beside them; without one, the file has what
-/// A and B started from, as [`write_weights`] puts it there.
-pub(super) fn read_weights(
-    folder: &Path,
+/// The weights of an adapter's folder, of which nothing but the header is read when it is opened.
+pub(super) struct AdapterFile {
+    path: PathBuf,
     format: AdapterFormat,
-    parts: &[Part],
-    parameters: &Parameters,
-    base: Option<&Model>,
-) -> Result<()> {
-    let path = folder.join(format.weights());
-    let weights = Weights::from_files([&path])?;
-    let device = parameters.values().device();
-    for part in parts {
-        let start = part.start.as_ref().filter(|_| base.is_none());
-        let (name, shape) = (format.tensor_name(part), format.shape(part, start.is_some()));
-        match weights.shape(&name) {
-            Some(found) if found == shape => {}
-            Some(found) => {
-                return Err(Error::file(
-                    &path,
-                    format!(
-                        "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask \
-                         for {shape:?}; is this an adapter for another base model?"
-                    ),
-                ));
-            }
-            None => {
-                return Err(Error::file(
-                    &path,
-                    format!(
-                        "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
-                         this an adapter for another base model?"
-                    ),
-                ));
+    weights: Weights,
+}
+
+impl AdapterFile {
+    pub fn open(folder: &Path, format: AdapterFormat) -> Result<Self> {
+        let path = folder.join(format.weights());
+        let weights = Weights::from_files([&path])?;
+        Ok(Self { path, format, weights })
+    }
+
+    /// Has the configuration beside it choose of a model's layers, given by path, what the program chooses whose files
+    /// these are.
+    pub fn fit(&self, config: &mut LoraConfig, paths: &[String], layer_count: usize) -> Result<()> {
+        match self.format {
+            AdapterFormat::Peft => peft::fit(config, &self.path, paths, layer_count),
+            AdapterFormat::Mlx => {
+                let halves = [".lora_a", ".lora_b"];
+                let layer = |name| halves.iter().find_map(|half| str::strip_suffix(name, half));
+                let in_file = self.weights.names().filter_map(layer).collect();
+                mlx::fit(config, &in_file, paths, layer_count)
             }
         }
-        let value = weights.tensor(&name, &shape, DType::F32, device)?;
-        let value = if format.is_transposed(part) { value.t()? } else { value };
-        let Some(start) = start else {
-            parameters.set(part.id, &value)?;
-            continue;
+    }
+
+    /// Checks that it has these parts in their shapes and nothing else, but for the embedding and the head that PEFT may
+    /// have written `with_tables`.
+    pub fn check<'p>(
+        &self,
+        parts: impl Iterator<Item = Outline<'p>>,
+        with_tables: bool,
+    ) -> Result<()> {
+        let wrong = |message: String| {
+            let question = "is this an adapter for another base model?";
+            Err(Error::file(&self.path, format!("{message}; {question}")))
         };
-        let (dimension, rank) = (rank_dimension(part), value.dim(rank_dimension(part))? / 2);
-        parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
-        copy::write(start, &value.narrow(dimension, rank, rank)?.contiguous()?, 0, 0)?;
+        let mut expected: HashSet<String> = HashSet::new();
+        if with_tables {
+            expected.extend(tables().map(|(_, name)| name));
+        }
+        for part in parts {
+            let (name, shape) = self.format.described(&part);
+            match self.weights.shape(&name) {
+                Some(found) if found == shape => {}
+                Some(found) => {
+                    return wrong(format!(
+                        "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask for {shape:?}"
+                    ));
+                }
+                None => {
+                    return wrong(format!(
+                        "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model"
+                    ));
+                }
+            }
+            self.weights.dtype(&name)?;
+            expected.insert(name);
+        }
+        match self.weights.names().find(|name| !expected.contains(*name)) {
+            Some(name) => wrong(format!(
+                "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model"
+            )),
+            None => Ok(()),
+        }
     }
-    if let Some(base) = base {
-        check_tables(&path, &weights, base)?;
+
+    /// Reads the values of the parts that were checked. `base` is the model whose embedding and head PEFT may have written
+    /// beside them; without one, the file has what A and B started from, as [`write_weights`] puts it there.
+    pub fn read(
+        &self,
+        parts: &[Part],
+        parameters: &Parameters,
+        base: Option<&Model>,
+    ) -> Result<()> {
+        let device = parameters.values().device();
+        for part in parts {
+            let start = part.start.as_ref().filter(|_| base.is_none());
+            let outline = Outline { has_start: start.is_some(), ..part.outline() };
+            let (name, shape) = self.format.described(&outline);
+            let value = self.weights.tensor(&name, &shape, DType::F32, device)?;
+            let value = if self.format.is_transposed(part.kind) { value.t()? } else { value };
+            let Some(start) = start else {
+                parameters.set(part.id, &value)?;
+                continue;
+            };
+            let dimension = rank_dimension(part.kind);
+            let rank = value.dim(dimension)? / 2;
+            parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
+            copy::write(start, &value.narrow(dimension, rank, rank)?.contiguous()?, 0, 0)?;
+        }
+        base.map_or(Ok(()), |base| check_tables(&self.path, &self.weights, base))
     }
-    if let Some(name) = weights.unread().first() {
-        return Err(Error::file(
-            &path,
-            format!(
-                "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model; is this \
-             an adapter for another base model?"
-            ),
-        ));
-    }
-    Ok(())
+}
+
+/// The paths of the embedding and the head, and the names that PEFT gives them beside an adapter.
+fn tables() -> impl Iterator<Item = (&'static str, String)> {
+    let names =
+        |of| ["base_layer.weight", "weight"].map(|own| (of, format!("{}{of}.{own}", peft::PREFIX)));
+    [Model::EMBEDDING, Model::HEAD].into_iter().flat_map(names)
 }
 
 /// Checks that the embedding and the head beside an adapter, which PEFT reads in the place of the model's, are the model's.
 fn check_tables(path: &Path, weights: &Weights, base: &Model) -> Result<()> {
-    let head = base.head.unwrap_or(base.embedding);
-    for (of, id) in [(Model::EMBEDDING, base.embedding), (Model::HEAD, head)] {
-        for own in ["base_layer.weight", "weight"] {
-            let name = format!("{}{of}.{own}", peft::PREFIX);
-            if !weights.unread().contains(&name.as_str()) {
-                continue;
-            }
-            let shape = base.frozen().shape(id);
-            let found = weights.tensor(&name, shape.dims(), DType::F32, &Device::Cpu)?;
-            if base.is_outline() {
-                continue;
-            }
-            let bits = match base.frozen().storage(id) {
-                Storage::Quantized(table) => Some(8 * table.size_in_bytes() / shape.elem_count()),
-                _ => None,
-            };
-            let table = base.dense(id)?;
-            if !is_the_same(&found, &table, bits)? {
-                return Err(Error::file(
-                    path,
-                    format!(
-                        "`{name}` isn't the weight of this base model; is this an adapter for another \
-                         one, or one that was made with more tokens?"
-                    ),
-                ));
-            }
+    for (of, name) in tables() {
+        if !weights.unread().contains(&name.as_str()) {
+            continue;
+        }
+        let id = base.head.filter(|_| of == Model::HEAD).unwrap_or(base.embedding);
+        let shape = base.frozen().shape(id);
+        let found = weights.tensor(&name, shape.dims(), DType::F32, &Device::Cpu)?;
+        if base.is_outline() {
+            continue;
+        }
+        let bits = match base.frozen().storage(id) {
+            Storage::Quantized(table) => Some(8 * table.size_in_bytes() / shape.elem_count()),
+            _ => None,
+        };
+        let table = base.dense(id)?;
+        if !is_the_same(&found, &table, bits)? {
+            return Err(Error::file(
+                path,
+                format!(
+                    "`{name}` isn't the weight of this base model; is this an adapter for another \
+                     one, or one that was made with more tokens?"
+                ),
+            ));
         }
     }
     Ok(())
@@ -266,7 +306,7 @@ fn is_the_same(found: &Tensor, table: &Tensor, bits: Option<usize>) -> Result<bo
 fn with_start(part: &Part, value: Tensor) -> Result<Tensor> {
     let Some(start) = &part.start else { return Ok(value) };
     let start = start.to_device(value.device())?;
-    Ok(Tensor::cat(&[&value, &start], rank_dimension(part))?)
+    Ok(Tensor::cat(&[&value, &start], rank_dimension(part.kind))?)
 }
 
 /// Writes the parts as the file of weights, whole or not at all. `values` are those of [`Parameters::values`].
@@ -279,8 +319,8 @@ fn write_weights(
     let mut tensors = BTreeMap::new();
     for part in parts {
         let value = with_start(part, part.entry.of(values)?)?;
-        let value = if format.is_transposed(part) { value.t()?.contiguous()? } else { value };
-        tensors.insert(format.tensor_name(part), value);
+        let value = if format.is_transposed(part.kind) { value.t()?.contiguous()? } else { value };
+        tensors.insert(format.tensor_name(part.kind, &part.of), value);
     }
     let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
     // The libraries' word for whose tensors these are.

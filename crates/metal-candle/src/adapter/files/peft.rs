@@ -1,7 +1,7 @@
 //! PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`, whose tensors are
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
-use super::{AdapterFormat, as_usize, wrong};
+use super::{ADAPTER_CONFIG, AdapterFormat, as_usize, wrong};
 use crate::Result;
 use crate::adapter::{EvaConfig, LoraConfig, Part, PartKind, StartFrom, Targets, TokenIndices};
 use crate::files::{cut, short};
@@ -136,6 +136,42 @@ pub(super) fn parse_config(
     Ok((config, base))
 }
 
+/// Has a configuration choose what PEFT chooses of a model's layers, given by path: what is saved whole gets no update,
+/// and names that the model has no layer of don't count as long as it has one of another.
+pub(super) fn fit(
+    config: &mut LoraConfig,
+    file: &Path,
+    paths: &[String],
+    layer_count: usize,
+) -> Result<()> {
+    let unknown: Vec<String> = config.unknown_targets(paths).map(String::from).collect();
+    if let Targets::Names(names) = &mut config.targets
+        && unknown.len() < names.len()
+        && let Some(first) = unknown.first()
+    {
+        tracing::warn!(
+            "{}: {} of the {} target_modules, such as {:?}, are no linear layers of this base model; the others are adapted",
+            file.with_file_name(ADAPTER_CONFIG).display(),
+            unknown.len(),
+            names.len(),
+            cut(first)
+        );
+        names.retain(|name| !unknown.contains(name));
+    }
+    let is_saved = |path: &str| {
+        let modules = &config.modules_to_save;
+        modules.iter().any(|module| format!(".{path}.").contains(&format!(".{module}.")))
+    };
+    let chosen = config.resolve(paths, layer_count)?;
+    let count = chosen.len();
+    let updated: Vec<String> =
+        chosen.into_iter().map(|layer| layer.path).filter(|path| !is_saved(path)).collect();
+    if !updated.is_empty() && updated.len() < count {
+        config.choose(updated);
+    }
+    Ok(())
+}
+
 /// Where an adapter of this `init_lora_weights` has started, so far as its files leave that open.
 fn start(value: &Value) -> Result<StartFrom, String> {
     const EXPECTED: &str = "true, false, \"gaussian\", \"pissa\", \"olora\" or \"eva\"";
@@ -168,9 +204,8 @@ fn is_unset(value: &Value) -> bool {
 }
 
 /// A part's name in the file.
-pub(super) fn name(part: &Part) -> String {
-    let of = &part.of;
-    match part.kind {
+pub(super) fn name(kind: PartKind, of: &str) -> String {
+    match kind {
         PartKind::A => format!("{PREFIX}{of}.lora_A.weight"),
         PartKind::B => format!("{PREFIX}{of}.lora_B.weight"),
         PartKind::Magnitude => format!("{PREFIX}{of}.lora_magnitude_vector"),
@@ -183,9 +218,9 @@ pub(super) fn name(part: &Part) -> String {
 }
 
 /// Whether the file has the other orientation.
-pub(super) fn is_transposed(part: &Part) -> bool {
+pub(super) fn is_transposed(kind: PartKind) -> bool {
     use PartKind::{A, B, EmbeddingA, EmbeddingB};
-    matches!(part.kind, A | B | EmbeddingA | EmbeddingB)
+    matches!(kind, A | B | EmbeddingA | EmbeddingB)
 }
 
 pub(super) fn layer_of(tensor: &str) -> Option<&str> {

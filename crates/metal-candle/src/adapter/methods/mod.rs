@@ -21,8 +21,8 @@ use std::borrow::Cow;
 /// Subspace iterations at most where the singular vectors are to be exact.
 const ITERATIONS: usize = 1000;
 
-/// The A and B that a layer `path` with this frozen weight `(out, in)` starts from, on its device, where their
-/// product isn't zero.
+/// The A and B that a layer `path` with this frozen weight `(out, in)` starts from, on the CPU, where their product isn't
+/// zero. The weight's device finds them.
 pub(super) fn start<'w>(
     from: StartFrom,
     weight: impl FnOnce() -> Result<Cow<'w, Tensor>>,
@@ -34,7 +34,7 @@ pub(super) fn start<'w>(
         return Ok(None);
     }
     let weight = &*weight()?;
-    let Start { a, minus_b } = match from {
+    Ok(Some(match from {
         StartFrom::Kaiming | StartFrom::Gaussian | StartFrom::Eva => return Ok(None),
         StartFrom::Olora => olora::start(weight, rank)?,
         StartFrom::PissaIterations(iterations) => pissa::start(weight, rank, scale, iterations)?.0,
@@ -50,7 +50,5 @@ pub(super) fn start<'w>(
                 ));
             }
         },
-    };
-    let device = weight.device();
-    Ok(Some(Start { a: a.to_device(device)?, minus_b: minus_b.to_device(device)? }))
+    }))
 }
