@@ -21,6 +21,8 @@ const ROPE_SHORT: &str = "rope_factors_short.weight";
 const ROPE_LONG: &str = "rope_factors_long.weight";
 /// Tensors that belong to the configuration.
 pub(super) const ROPE_TENSORS: [&str; 3] = [ROPE_FREQS, ROPE_SHORT, ROPE_LONG];
+/// Which layers have the window of `attention.sliding_window`.
+const PATTERN: &str = "attention.sliding_window_pattern";
 /// More entries than that has no rope.
 const MOST_PAIRS: usize = 1 << 13;
 
@@ -341,24 +343,49 @@ fn query_scale(name: &str, layers: usize, hidden: usize, heads: usize, head_dim:
     }
 }
 
+/// Which layers of a model have a window.
+fn local_of(config: &Config) -> Vec<bool> {
+    config.layers.iter().map(|layer| layer.window.is_some()).collect()
+}
+
 /// Which layers have the window.
 fn local_layers(keys: &Keys, layers: usize, windowed: bool) -> Result<Vec<bool>> {
-    const PATTERN: &str = "attention.sliding_window_pattern";
     let key = keys.key(PATTERN);
     if !windowed || layers > 1 << 12 {
         // More layers than that are refused by who reads the configuration.
         return Ok(vec![false; layers.min(1 << 12)]);
     }
+    let own = keys.target.window_period.unwrap_or(0);
     if keys.file.is_list(&key) {
+        // llama.cpp has a number here, and its own period where it finds a list.
         let flags = keys.file.whole_numbers(&key)?.unwrap_or_default();
         if flags.len() < layers {
             let message = format!("has {} entries; block_count is {layers}", flags.len());
             return Err(keys.file.invalid(&key, message));
         }
-        return Ok(flags.iter().take(layers).map(|flag| *flag != 0).collect());
+        let listed: Vec<bool> = flags.iter().take(layers).map(|flag| *flag != 0).collect();
+        if listed != periodic(layers, own) {
+            let message = format!(
+                "a list in which other layers have no window than each {own}th; llama.cpp reads no list here, and has \
+                 windows in all but each {own}th"
+            );
+            return Err(keys.unsupported(PATTERN, &message));
+        }
+        return Ok(listed);
     }
-    let period = keys.file.count(&key)?.or(keys.target.window_period).unwrap_or(0);
-    Ok((0..layers).map(|layer| period == 0 || layer % period < period - 1).collect())
+    Ok(periodic(layers, keys.file.count(&key)?.unwrap_or(own)))
+}
+
+/// Which layers have the window by llama.cpp's rule: all but each so-many-th.
+fn periodic(layers: usize, period: usize) -> Vec<bool> {
+    (0..layers).map(|layer| period == 0 || layer % period < period - 1).collect()
+}
+
+/// The period by which these layers have the window, an architecture's own if that does.
+fn period_of(local: &[bool], own: usize) -> Option<usize> {
+    // One of more layers than there are is all of them.
+    let mut periods = std::iter::once(own).chain(2..=local.len() + 1);
+    periods.find(|period| periodic(local.len(), *period) == local)
 }
 
 /// The dictionary `rope_scaling`, if there is anything to be said.
@@ -536,10 +563,16 @@ pub(super) fn write(config: &Config, metadata: &mut Metadata) -> Result<Vec<(Str
         metadata.count(&key(name), value)?;
     }
     metadata.float(&key("attention.layer_norm_rms_epsilon"), config.rms_norm_eps);
-    if let Some(window) = window.filter(|_| target.window_period.is_some()) {
+    if let (Some(window), Some(own)) = (window, target.window_period) {
         metadata.count(&key("attention.sliding_window"), window)?;
-        let local: Vec<bool> = config.layers.iter().map(|layer| layer.window.is_some()).collect();
-        metadata.flags(&key("attention.sliding_window_pattern"), &local);
+        if let Some(period) = period_of(&local_of(config), own).filter(|period| *period != own) {
+            tracing::warn!(
+                "the GGUF file says that each {period}th layer has no sliding window instead of each {own}th: versions \
+                 of llama.cpp that don't read {} would compute another model",
+                key(PATTERN)
+            );
+            metadata.count(&key(PATTERN), period)?;
+        }
     }
     if let Some(cap) = config.attention_softcap {
         metadata.float(&key("attn_logit_softcapping"), cap);
@@ -730,8 +763,15 @@ fn check(config: &Config, target: &Target) -> Result<()> {
         return refuse("a model whose queries are scaled without yarn".into());
     }
     let windows = config.layers.iter().filter_map(|layer| layer.window);
-    if windows.clone().min() != windows.max() {
+    if windows.clone().min() != windows.clone().max() {
         return refuse("a model with windows of different sizes".into());
+    }
+    // Gemma 2 always has a window.
+    let has_windows = target.name == "gemma2" || windows.max().is_some();
+    if let Some(own) = target.window_period.filter(|_| has_windows)
+        && period_of(&local_of(config), own).is_none()
+    {
+        return refuse("a model with this order of layers with and without a window".into());
     }
     Ok(())
 }
@@ -901,9 +941,41 @@ mod tests {
                 "different sizes",
             ),
             (changed("gemma3-text", |config| config.layers[0].rope = Some(0)), "this order"),
+            (changed("gemma2", |config| config.layers.swap(0, 1)), "without a window"),
+            (
+                changed("gemma2", |config| {
+                    config.layers.iter_mut().for_each(|layer| layer.window = None);
+                }),
+                "without a window",
+            ),
         ] {
             assert!(error.contains(expected), "{error} lacks {expected}");
         }
+    }
+
+    #[test]
+    fn which_layers_have_a_window_is_said_by_a_number() {
+        let gemma3 = computable("gemma3-text", fixture("gemma3-text")).unwrap();
+        // Each third layer has none.
+        assert_eq!(local_of(&gemma3), [true, true, false, true]);
+        let pattern = "gemma3.attention.sliding_window_pattern";
+        let mut metadata = Metadata::default();
+        write(&gemma3, &mut metadata).unwrap();
+        let written = format!("{metadata:?}");
+        assert!(written.contains(&format!("({pattern:?}, U32, [3, 0, 0, 0])")), "{written}");
+
+        let mut all_local = gemma3.clone();
+        for layer in &mut all_local.layers {
+            (layer.window, layer.rope) = (gemma3.layers[0].window, gemma3.layers[0].rope);
+        }
+        let local = |config: Result<Config>| local_of(&config.unwrap());
+        assert_eq!(local(round_trip(&all_local)), [true; 4]);
+        // llama.cpp takes each sixth where there is a list.
+        let with_list =
+            |flags: [bool; 4]| read_with(&all_local, |metadata| metadata.flags(pattern, &flags));
+        assert_eq!(local(with_list([true; 4])), [true; 4]);
+        let error = with_list([true, true, false, true]).unwrap_err().to_string();
+        assert!(error.contains(pattern) && error.contains("no list"), "{error}");
     }
 
     #[test]

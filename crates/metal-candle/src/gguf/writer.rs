@@ -78,6 +78,7 @@ impl Metadata {
         self.list(key, Kind::I32, values.len(), bytes);
     }
 
+    #[cfg(test)]
     pub fn flags(&mut self, key: &str, values: &[bool]) {
         self.list(key, Kind::Bool, values.len(), values.iter().map(|value| u8::from(*value)));
     }
