@@ -51,7 +51,11 @@ pub fn read_adapter(path: impl AsRef<Path>, config: &Config) -> Result<Vec<Adapt
         (super::config::ARCHITECTURE, target.name),
     ] {
         let found = file.text(key)?;
-        if found != Some(expected) {
+        let fits = |found: &str| match key {
+            super::config::ARCHITECTURE => target.takes_adapter_for(found, config),
+            _ => found == expected,
+        };
+        if !found.is_some_and(fits) {
             let found = found.map_or("missing".into(), |found| format!("{:?}", cut(found)));
             return Err(file.invalid(key, format!("is {found}; expected {expected:?}")));
         }

@@ -17,6 +17,10 @@ use crate::model::Config;
 use crate::model::config::{Architecture, NormPlacement};
 use crate::{Error, Result};
 
+/// The key of a configuration that has the architecture of the file it was read from, where the family doesn't say it.
+pub(super) const WAS: &str = "gguf_architecture";
+pub(super) const MISTRAL3: &str = "mistral3";
+
 /// Whether a file of an architecture has `output.weight`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Head {
@@ -73,7 +77,7 @@ const ALL: [Target; 10] = [
         ..PLAIN
     },
     Target {
-        name: "mistral3",
+        name: MISTRAL3,
         model_type: "ministral3",
         interleaved: true,
         output_bias: true,
@@ -116,9 +120,11 @@ impl Target {
         ALL.iter().find(|target| target.name == name)
     }
 
-    /// That of a model. Mistral and Ministral are llama there, whose layers have no windows.
+    /// That of a model. Mistral and Ministral are llama there, whose layers have no windows, unless a Mistral was read from a
+    /// file that says otherwise.
     pub fn of(config: &Config) -> Result<&'static Self> {
         let model_type = match config.architecture.model_type() {
+            "mistral" if config.raw.get(WAS).is_some_and(|was| was == MISTRAL3) => "ministral3",
             "mistral" | "ministral" => "llama",
             other => other,
         };
@@ -128,6 +134,13 @@ impl Target {
                 Architecture::ALL.map(Architecture::model_type).join(", ")
             ))
         })
+    }
+
+    /// Whether an adapter for an architecture of this name is one for the model, too. Mistral's was llama before it was
+    /// mistral3, with the same names and rows.
+    pub fn takes_adapter_for(&self, name: &str, config: &Config) -> bool {
+        let is_mistral = config.architecture.model_type() == "mistral";
+        name == self.name || (is_mistral && ["llama", MISTRAL3].contains(&name))
     }
 
     /// The names of all.

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::architecture::{Head, Target};
+use super::architecture::{Head, MISTRAL3, Target, WAS};
 use super::container::{Container, shortest};
 use super::types::GgmlType;
 use super::writer::Metadata;
@@ -216,7 +216,7 @@ pub(super) fn read(file: &Container) -> Result<Value> {
             model_type = "mistral";
             set("sliding_window", json!(window));
         }
-        "mistral3" => {
+        MISTRAL3 => {
             match keys.float("attention.temperature_scale")?.filter(|beta| *beta != 0.0) {
                 Some(beta) => {
                     let Some(mut rope) = scaling.clone() else {
@@ -230,6 +230,7 @@ pub(super) fn read(file: &Container) -> Result<Value> {
                 // The text part of Mistral Small 3.
                 None => {
                     model_type = "mistral";
+                    set(WAS, json!(target.name));
                     set("sliding_window", Value::Null);
                 }
             }
@@ -486,7 +487,7 @@ fn rope_scaling(
 
 /// Whether llama.cpp's code for an architecture reads `yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier`.
 fn reads_yarn(target: &Target) -> bool {
-    target.name == "mistral3"
+    target.name == MISTRAL3
 }
 
 /// The rule of Llama 3.1 that gives these divisors, if one does. Files have the divisors alone.
@@ -655,7 +656,7 @@ fn write_rope(
             }
         }
         RopeScaling::Llama3 { .. } => {
-            if !matches!(target.name, "llama" | "mistral3" | "granite") {
+            if !matches!(target.name, "llama" | MISTRAL3 | "granite") {
                 return refused("a model with llama3's rope".into());
             }
             return Ok(vec![(ROPE_FREQS.into(), divisors_of(rope))]);
@@ -666,7 +667,7 @@ fn write_rope(
             original_max_position_embeddings,
             attention_factor,
         } => {
-            if !matches!(target.name, "llama" | "mistral3" | "granite" | "phi3") {
+            if !matches!(target.name, "llama" | MISTRAL3 | "granite" | "phi3") {
                 return refused("a model with longrope".into());
             }
             metadata.text(&key("rope.scaling.type"), "longrope");
@@ -780,6 +781,7 @@ fn check(config: &Config, target: &Target) -> Result<()> {
 mod tests {
     use super::super::testing::{fixture, fixtures};
     use super::super::writer::write_container;
+    use super::super::{AdapterLayer, read_adapter, write_adapter};
     use super::*;
     use crate::model::Model;
     use crate::{DType, Device};
@@ -951,6 +953,36 @@ mod tests {
         ] {
             assert!(error.contains(expected), "{error} lacks {expected}");
         }
+    }
+
+    #[test]
+    fn a_mistral_of_the_architecture_mistral3_stays_one() {
+        let plain = fixture("mistral");
+        assert_eq!(Target::of(&plain).unwrap().name, "llama");
+        let mut config = plain.clone();
+        config.raw = json!({ "gguf_architecture": "mistral3" });
+        let read = round_trip(&config).unwrap();
+        assert_eq!(read.architecture.model_type(), "mistral");
+        assert_eq!(Target::of(&read).unwrap().name, "mistral3");
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter.gguf");
+        let zeros = |rows, columns| {
+            candle_core::Tensor::zeros((rows, columns), DType::F32, &Device::Cpu).unwrap()
+        };
+        let layer = AdapterLayer {
+            path: "model.layers.0.self_attn.q_proj".into(),
+            a: zeros(2, read.hidden_size),
+            b: zeros(read.heads * read.head_dim, 2),
+            scale: 1.0,
+        };
+        write_adapter(&path, &read, &[layer]).unwrap();
+        assert_eq!(Container::open(&path).unwrap().text(ARCHITECTURE).unwrap(), Some("mistral3"));
+        for base in [&read, &plain] {
+            assert_eq!(read_adapter(&path, base).unwrap().len(), 1);
+        }
+        let error = read_adapter(&path, &fixture("llama")).unwrap_err().to_string();
+        assert!(error.contains("is \"mistral3\"; expected \"llama\""), "{error}");
     }
 
     #[test]

@@ -48,6 +48,9 @@ const NAME: &str = "general.name";
 const SPACE: char = '▁';
 /// The longest token, in bytes, whose merges are made: their number grows with the length, their making with its square.
 const LONGEST_MERGED: usize = 512;
+/// The bytes of the halves of all merges that are made, at most: tokens of one letter, each longer by one than the one before,
+/// have as many merges as the square of their number, where real vocabularies have a few a token.
+const MOST_MERGED: usize = 64 << 20;
 /// More than that are in no vocabulary.
 const MOST_TOKENS: usize = 1 << 24;
 
@@ -466,13 +469,22 @@ fn sentence_piece(
     // Of equal ones, the first in the vocabulary is merged first.
     order.sort_by(|(_, _, a), (_, _, b)| b.total_cmp(a));
     let ids: HashMap<&str, usize> = pieces.iter().map(|(id, token)| (*token, *id)).collect();
-    let mut merges = Vec::new();
+    let (mut merges, mut bytes) = (Vec::new(), 0);
     for (id, token, _) in order {
         if token.len() > LONGEST_MERGED {
             let message = format!("token {id} has {} bytes; at most {LONGEST_MERGED}", token.len());
             return Err(file.invalid(TOKENS, message));
         }
-        merges.extend(pairs(token, &ids));
+        let found = pairs(token, &ids);
+        bytes += found.len() * token.len();
+        if bytes > MOST_MERGED {
+            let message = format!(
+                "its tokens are made of two others in more ways than a vocabulary's: the merges have more than {} MiB",
+                MOST_MERGED >> 20
+            );
+            return Err(file.invalid(TOKENS, message));
+        }
+        merges.extend(found);
     }
     let unknown = config.get("unk_token").cloned().unwrap_or(Value::Null);
     let model = bpe(
@@ -1192,6 +1204,16 @@ mod tests {
                     it.texts(TOKENS, ["a", "b", long.as_str(), "c"]);
                 }),
                 "token 2 has 600 bytes",
+            ),
+            (
+                small("llama", &[TOKENS, TYPES, SCORES], |it| {
+                    let runs = |letter: &'static str| (1..=512).map(|count| letter.repeat(count));
+                    let tokens: Vec<String> = runs("a").chain(runs("b")).collect();
+                    let tokens: Vec<&str> = tokens.iter().map(String::as_str).collect();
+                    it.floats(SCORES, &vec![0.0; tokens.len()]);
+                    it.texts(TOKENS, tokens);
+                }),
+                "tokenizer.ggml.tokens: its tokens are made of two others in more ways",
             ),
         ] {
             let error = found(&metadata).unwrap_err().to_string();
