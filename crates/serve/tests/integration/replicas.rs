@@ -116,6 +116,29 @@ fn an_adapter_whose_files_change_is_read_again() {
 }
 
 #[test]
+fn an_adapter_that_took_its_start_from_the_base_is_read_or_refused_by_its_file() {
+    let place = tempfile::tempdir().unwrap();
+    adapters(place.path());
+    let folder = place.path().join("other");
+    let path = folder.join("adapter_config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["init_lora_weights"] = json!("olora");
+    fs::write(&path, config.to_string()).unwrap();
+    let data = tempfile::tempdir().unwrap();
+    let server = serve_with(data.path(), |options| options.adapters = Some(place.path().into()));
+    let client = Client::of(&server);
+    assert!(text(&client, "other", "Once").is_string());
+
+    config["r"] = json!(config["r"].as_u64().unwrap() / 2);
+    fs::write(&path, config.to_string()).unwrap();
+    let request = json!({"model": "other", "prompt": "Once"});
+    let (status, answer) = client.post("/v1/completions", &request);
+    let told = answer.to_string();
+    assert!(status == 400 && told.contains("adapter_model.safetensors"), "{status} {told}");
+    assert!(told.contains("another base model"), "{told}");
+}
+
+#[test]
 fn jobs_train_beside_several_engines() {
     let data = tempfile::tempdir().unwrap();
     let server = serve_replicas(data.path(), ENGINES, |_| {});

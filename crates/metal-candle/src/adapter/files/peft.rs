@@ -6,6 +6,7 @@ use crate::Result;
 use crate::adapter::{EvaConfig, LoraConfig, Part, PartKind, StartFrom, Targets, TokenIndices};
 use crate::files::{cut, short};
 use candle_core::Tensor;
+use indexmap::IndexSet;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -144,13 +145,14 @@ pub(super) fn fit(
     paths: &[String],
     layer_count: usize,
 ) -> Result<()> {
-    let unknown: Vec<String> = config.unknown_targets(paths).map(String::from).collect();
+    let unknown: IndexSet<String> = config.unknown_targets(paths).map(String::from).collect();
     if let Targets::Names(names) = &mut config.targets
         && unknown.len() < names.len()
         && let Some(first) = unknown.first()
     {
         tracing::warn!(
-            "{}: {} of the {} target_modules, such as {:?}, are no linear layers of this base model; the others are adapted",
+            "{}: {} of the {} target_modules, such as {:?}, are no linear layers of this base model; the others are \
+             adapted",
             file.with_file_name(ADAPTER_CONFIG).display(),
             unknown.len(),
             names.len(),
@@ -158,9 +160,11 @@ pub(super) fn fit(
         );
         names.retain(|name| !unknown.contains(name));
     }
+    let saved: Vec<String> =
+        config.modules_to_save.iter().map(|module| format!(".{module}.")).collect();
     let is_saved = |path: &str| {
-        let modules = &config.modules_to_save;
-        modules.iter().any(|module| format!(".{path}.").contains(&format!(".{module}.")))
+        let path = format!(".{path}.");
+        saved.iter().any(|module| path.contains(module.as_str()))
     };
     let chosen = config.resolve(paths, layer_count)?;
     let count = chosen.len();
