@@ -29,12 +29,16 @@ pub(super) struct Meeting {
     pub is_store: bool,
     /// What the processes of one start have in common.
     pub word: String,
+    /// Whether all of them are on one machine, where the launcher says.
+    pub all_here: Option<bool>,
 }
 
 /// A program that starts several processes.
 #[derive(Debug, PartialEq, Eq)]
 struct Launcher {
     name: &'static str,
+    /// A variable that only it sets, if others' processes may have the ones below.
+    mark: Option<&'static str>,
     /// Whether its processes talk over MPI.
     speaks_mpi: bool,
     /// The variables with the number of processes and the own number, and with both on this machine.
@@ -53,19 +57,22 @@ pub const ADDRESS: &str = "METAL_CANDLE_ADDRESS";
 /// What they have in common, and nobody else has.
 pub const WORD: &str = "METAL_CANDLE_WORD";
 
-/// Those that are known. The first one that is found counts, as `mpirun` may be started where Slurm has its variables.
-/// Slurm's are those of a step: outside of `srun` a script has `SLURM_NTASKS` as well, and is one process.
+/// Those that are known, the innermost first where one starts another: `torchrun` is started by `mpirun` or `srun` once for
+/// each machine, and `mpirun` where Slurm has its variables.
 const LAUNCHERS: &[Launcher] = &[
     Launcher {
         name: "--gpus",
+        mark: None,
         speaks_mpi: false,
         size: SIZE,
         rank: RANK,
         on_this_machine: Some(SIZE),
         number_here: RANK,
     },
+    Launcher { mark: Some("TORCHELASTIC_RUN_ID"), ..TORCHRUN },
     Launcher {
         name: "mpirun",
+        mark: None,
         speaks_mpi: true,
         size: "OMPI_COMM_WORLD_SIZE",
         rank: "OMPI_COMM_WORLD_RANK",
@@ -74,29 +81,41 @@ const LAUNCHERS: &[Launcher] = &[
     },
     Launcher {
         name: "mpiexec",
+        mark: None,
         speaks_mpi: true,
-        size: "PMI_SIZE",
+        size: PMI_SIZE,
         rank: "PMI_RANK",
         on_this_machine: Some("MPI_LOCALNRANKS"),
         number_here: "MPI_LOCALRANKID",
     },
-    Launcher {
-        name: "torchrun",
-        speaks_mpi: false,
-        size: "WORLD_SIZE",
-        rank: "RANK",
-        on_this_machine: Some("LOCAL_WORLD_SIZE"),
-        number_here: "LOCAL_RANK",
-    },
-    Launcher {
-        name: "srun",
-        speaks_mpi: true,
-        size: "SLURM_STEP_NUM_TASKS",
-        rank: "SLURM_PROCID",
-        on_this_machine: None,
-        number_here: "SLURM_LOCALID",
-    },
+    TORCHRUN,
+    SRUN,
 ];
+
+/// Others set its variables, too, as Kubernetes' training operator does.
+const TORCHRUN: Launcher = Launcher {
+    name: "torchrun",
+    mark: None,
+    speaks_mpi: false,
+    size: "WORLD_SIZE",
+    rank: "RANK",
+    on_this_machine: Some("LOCAL_WORLD_SIZE"),
+    number_here: "LOCAL_RANK",
+};
+
+/// The variables are those of a step: outside of `srun` a script has `SLURM_NTASKS` as well, and is one process.
+const SRUN: Launcher = Launcher {
+    name: "srun",
+    mark: None,
+    speaks_mpi: true,
+    size: "SLURM_STEP_NUM_TASKS",
+    rank: "SLURM_PROCID",
+    on_this_machine: None,
+    number_here: "SLURM_LOCALID",
+};
+
+/// Which `srun` sets as well, where Slurm speaks PMI-2.
+const PMI_SIZE: &str = "PMI_SIZE";
 
 /// What else tells one start of processes from another.
 const WORDS: [&str; 5] =
@@ -109,20 +128,27 @@ pub fn launched() -> Option<Launched> {
 
 fn find(variable: &dyn Fn(&str) -> Option<String>) -> Option<Launched> {
     let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let (launcher, size, rank) = LAUNCHERS
+    let numbers = |launcher: &Launcher| Some((number(launcher.size)?, number(launcher.rank)?));
+    let is_marked = |launcher: &Launcher| launcher.mark.is_none_or(|mark| variable(mark).is_some());
+    let (mut launcher, (size, rank)) = LAUNCHERS
         .iter()
-        .find_map(|launcher| Some((launcher, number(launcher.size)?, number(launcher.rank)?)))?;
+        .filter(|launcher| is_marked(launcher))
+        .find_map(|launcher| Some((launcher, numbers(launcher)?)))?;
+    if launcher.size == PMI_SIZE && numbers(&SRUN) == Some((size, rank)) {
+        launcher = &SRUN;
+    }
+    let on_this_machine = launcher.on_this_machine.and_then(number);
     (size > 1).then(|| Launched {
         size,
         rank,
-        on_this_machine: launcher.on_this_machine.and_then(number),
+        on_this_machine,
         number_here: number(launcher.number_here),
         launcher,
-        meeting: meeting(variable),
+        meeting: meeting(variable, on_this_machine.map(|here| here >= size)),
     })
 }
 
-fn meeting(variable: &dyn Fn(&str) -> Option<String>) -> Option<Meeting> {
+fn meeting(variable: &dyn Fn(&str) -> Option<String>, all_here: Option<bool>) -> Option<Meeting> {
     let own = || {
         let address = variable(ADDRESS)?;
         let (host, port) = address.rsplit_once(':')?;
@@ -134,7 +160,7 @@ fn meeting(variable: &dyn Fn(&str) -> Option<String>) -> Option<Meeting> {
         && variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|word| word.trim() == "True");
     let address = found.or_else(torch)?;
     let words: Vec<String> = WORDS.iter().map(|name| variable(name).unwrap_or_default()).collect();
-    Some(Meeting { address, is_store, word: words.join("/") })
+    Some(Meeting { address, is_store, word: words.join("/"), all_here })
 }
 
 impl Launched {
@@ -242,6 +268,27 @@ mod tests {
         assert_eq!(found.on_this_machine, Some(2));
         let slurm = among(&[("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")]).unwrap();
         assert_eq!((slurm.launcher.name, slurm.size, slurm.on_this_machine), ("srun", 2, None));
+        // Where it speaks PMI-2, Slurm has these as well, but for the number on the machine.
+        let mut step = vec![
+            ("PMI_SIZE", "2"),
+            ("PMI_RANK", "1"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_PROCID", "1"),
+            ("SLURM_LOCALID", "1"),
+        ];
+        let slurm = among(&step).unwrap();
+        assert_eq!((slurm.launcher.name, slurm.size, slurm.rank), ("srun", 2, 1));
+        assert_eq!(slurm.gpu(8).unwrap(), 1);
+        // MPICH's mpiexec, which starts its own processes by srun, one a machine.
+        step.extend([("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")]);
+        let steps = step.iter().map(|(name, value)| match *name {
+            "PMI_SIZE" => (*name, "8"),
+            "PMI_RANK" => (*name, "7"),
+            _ => (*name, *value),
+        });
+        let mpich = among(&steps.collect::<Vec<_>>()).unwrap();
+        assert_eq!((mpich.launcher.name, mpich.size, mpich.rank), ("mpiexec", 8, 7));
+        assert_eq!((mpich.number_here, mpich.on_this_machine), (Some(3), Some(4)));
         let own = among(&[
             (SIZE, "2"),
             (RANK, "1"),
@@ -255,6 +302,33 @@ mod tests {
         assert!(own.is_own() && own.size == 2 && own.rank == 1, "{own:?}");
         let meeting = own.meeting.unwrap();
         assert_eq!((meeting.address, meeting.is_store), (("127.0.0.1".into(), 4000), false));
+        assert_eq!(meeting.all_here, Some(true));
+    }
+
+    #[test]
+    fn torchrun_counts_before_what_has_started_it() {
+        let torchrun = [
+            ("TORCHELASTIC_RUN_ID", "none"),
+            ("WORLD_SIZE", "16"),
+            ("RANK", "13"),
+            ("LOCAL_WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "5"),
+            ("MASTER_ADDR", "a"),
+            ("MASTER_PORT", "29500"),
+        ];
+        let pmi = [("PMI_SIZE", "2"), ("PMI_RANK", "1")];
+        let srun = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")];
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "1")];
+        let alone = [("PMI_SIZE", "1"), ("PMI_RANK", "0")];
+        for outer in [&pmi[..], &srun, &open_mpi, &alone, &[pmi, srun].concat()] {
+            let found = among(&[&torchrun[..], outer].concat()).unwrap();
+            assert_eq!((found.launcher.name, found.size, found.rank), ("torchrun", 16, 13));
+            assert_eq!((found.number_here, found.on_this_machine), (Some(5), Some(8)));
+            assert_eq!(found.meeting.unwrap().all_here, Some(false));
+        }
+        // Its words alone are no torchrun: mpirun in a container that has them.
+        let found = among(&[&torchrun[1..], &open_mpi[..]].concat()).unwrap();
+        assert_eq!((found.launcher.name, found.size), ("mpirun", 2));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::tcp::Star;
 use super::torch_store::Store;
 use crate::{Error, Result};
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv6Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::Duration;
 
 /// The key in the store under which rank 0 says its port, before the word of this start.
@@ -15,7 +15,7 @@ const KEY: &str = "metal-candle/";
 
 /// Finds the other ranks.
 pub(super) fn meet(meeting: &Meeting, rank: usize, size: usize, limit: Duration) -> Result<Star> {
-    let Meeting { address, is_store, word } = meeting;
+    let Meeting { address, is_store, word, all_here } = meeting;
     let (host, port) = address;
     let failed = |error: std::io::Error| {
         let message = format!(
@@ -29,7 +29,8 @@ pub(super) fn meet(meeting: &Meeting, rank: usize, size: usize, limit: Duration)
     };
     let key = format!("{KEY}{word}");
     if rank == 0 {
-        let listener = listen(host, if *is_store { 0 } else { *port }).map_err(failed)?;
+        let port = if *is_store { 0 } else { *port };
+        let listener = listen(host, port, *all_here).map_err(failed)?;
         if let Some(store) = &mut store {
             let port = listener.local_addr().map_err(failed)?.port();
             store.set(&key, port.to_string().as_bytes()).map_err(failed)?;
@@ -47,12 +48,25 @@ pub(super) fn meet(meeting: &Meeting, rank: usize, size: usize, limit: Duration)
     Star::of_other(&(host.clone(), port), rank, size, word, limit)
 }
 
-/// Listens at a name of this machine, or everywhere where the name is not its own, as a service's is.
-fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
-    match TcpListener::bind((host, port)) {
-        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
-            TcpListener::bind((IpAddr::V6(Ipv6Addr::UNSPECIFIED), port))
-        }
+/// Listens at this name of rank 0's machine. Where ranks of other machines are to come, addresses that only this one reaches
+/// don't count: many machines have their own name as 127.0.1.1. Where nothing is left, as for such a name, that of a service,
+/// or one that isn't known yet, it listens everywhere.
+fn listen(host: &str, port: u16, all_here: Option<bool>) -> std::io::Result<TcpListener> {
+    let is_loopback = |ip: IpAddr| ip.to_canonical().is_loopback();
+    let stays_here = all_here.unwrap_or_else(|| host.parse().is_ok_and(is_loopback));
+    let found = (host, port).to_socket_addrs().into_iter().flatten();
+    let own: Vec<SocketAddr> =
+        found.filter(|address| stays_here || !is_loopback(address.ip())).collect();
+    let everywhere = || {
+        // Both in one, but for machines without IPv6.
+        let all = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
+        TcpListener::bind(&all.map(|ip| SocketAddr::new(ip, port))[..])
+    };
+    if own.is_empty() {
+        return everywhere();
+    }
+    match TcpListener::bind(&own[..]) {
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => everywhere(),
         bound => bound,
     }
 }
@@ -90,9 +104,46 @@ mod tests {
         let free = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
         for (port, is_store) in [(free, false), (serve(), true)] {
             let address = ("localhost".to_string(), port);
-            let meeting = Meeting { address, is_store, word: "a start".into() };
+            let word = "a start".into();
+            let meeting = Meeting { address, is_store, word, all_here: Some(true) };
             assert_eq!(gathered(&meeting), vec![vec![vec![0], vec![1], vec![2]]; 3]);
         }
+    }
+
+    #[test]
+    fn ranks_of_other_machines_reach_a_machine_that_names_itself_by_loopback() {
+        let unknown = "x".repeat(64);
+        for (host, all_here, everywhere) in [
+            ("localhost", Some(true), false),
+            ("127.0.0.1", Some(true), false),
+            ("127.0.0.1", None, false),
+            ("localhost", Some(false), true),
+            ("127.0.0.1", Some(false), true),
+            ("localhost", None, true),
+            // No machine has this address, and a label may have 63 letters.
+            ("192.0.2.1", Some(false), true),
+            ("192.0.2.1", None, true),
+            (&unknown, Some(false), true),
+        ] {
+            let found = listen(host, 0, all_here).unwrap().local_addr().unwrap().ip();
+            let told = format!("{host}, {all_here:?}: {found}");
+            assert_eq!(
+                (found.is_unspecified(), found.is_loopback()),
+                (everywhere, !everywhere),
+                "{told}"
+            );
+        }
+    }
+
+    #[test]
+    fn ranks_that_come_by_another_name_meet() {
+        let listener = listen("localhost", 0, Some(false)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let other = thread::spawn(move || {
+            Star::of_other(&("127.0.0.1".into(), port), 1, 2, "a start", LIMIT).unwrap().size()
+        });
+        assert_eq!(Star::of_root(&listener, 2, "a start", LIMIT).unwrap().size(), 2);
+        assert_eq!(other.join().unwrap(), 2);
     }
 
     #[test]
@@ -100,13 +151,13 @@ mod tests {
         let free = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
         for (rank, is_store) in [(1, false), (0, true)] {
             let address = ("127.0.0.1".to_string(), free);
-            let meeting = Meeting { address, is_store, word: String::new() };
+            let meeting = Meeting { address, is_store, word: String::new(), all_here: None };
             let error = meet(&meeting, rank, 2, Duration::from_millis(200)).unwrap_err();
             let told = error.to_string();
             assert!(told.contains(&format!("127.0.0.1:{free}")), "{told}");
         }
         let address = ("127.0.0.1".to_string(), serve());
-        let meeting = Meeting { address, is_store: true, word: String::new() };
+        let meeting = Meeting { address, is_store: true, word: String::new(), all_here: None };
         let error = meet(&meeting, 1, 2, Duration::from_millis(200)).unwrap_err();
         assert!(error.to_string().contains("nobody has set"), "{error}");
     }
