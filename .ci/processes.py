@@ -274,6 +274,19 @@ def assert_saved(output, told):
     assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
 
 
+def one_that_diverges(folder):
+    """All find it after the same step. What rank 0 writes then is finished, and nobody waits for long."""
+    output = folder / "diverged"
+    begun = time.monotonic()
+    told = run(command(2, output, *settings("--save-every", "1", learning_rate=1e30)), expected=1)
+    assert time.monotonic() - begun < 60, told
+    assert "steps in a row were skipped" in told, told
+    saved = sorted(path.name for path in (output / "checkpoints").iterdir())
+    trained = max(event["step"] for event in metrics(output))
+    assert saved[-1] >= f"step-{trained:08}" and not any("partial" in name for name in saved), (saved, told)
+    print("diverged: all end, after the checkpoint", flush=True)
+
+
 def one_that_is_asked_to_end(folder):
     """All do, after the same step, with a checkpoint."""
     output = folder / "ended"
@@ -457,6 +470,7 @@ def main():
             parts_of_the_optimiser,
             one_that_is_killed,
             one_that_stands_still,
+            one_that_diverges,
             one_that_is_asked_to_end,
             the_one_that_started_all_is_asked_to_end,
             what_cannot_be,

@@ -639,16 +639,24 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         && group.size() > 1
     {
         say(format!("error: {}", errors::describe(error)));
-        let of_another =
-            matches!(error.downcast_ref(), Some(Error::Rank { rank, .. }) if *rank > 0);
-        if of_another && !group.is_root() {
-            // Rank 0 finds the same and saves a checkpoint. Some launchers end all when one ends.
+        if !group.is_root() && ends_rank_0_as_well(error) {
+            // It may have a checkpoint to finish. Some launchers end all when one ends, and so does MPI.
             member.outlast_root(TIME_TO_SAVE);
         }
         // The others would wait for this one.
         member.abort(errors::exit_code(error));
     }
     done
+}
+
+/// Whether rank 0 finds the same by itself: that another rank is lost, after which it saves a checkpoint, or that the run
+/// diverges, when that of an earlier step may be under way.
+fn ends_rank_0_as_well(error: &anyhow::Error) -> bool {
+    match error.downcast_ref() {
+        Some(Error::Rank { rank, .. }) => *rank > 0,
+        Some(Error::Diverged(_)) => true,
+        _ => false,
+    }
 }
 
 fn train(
@@ -764,5 +772,19 @@ mod tests {
             error.contains("3 processes can't share equally; start 1 or 2 or 4 or 8"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn ranks_stay_while_rank_0_ends_by_the_same_error() {
+        let rank = |rank| Error::Rank { rank, message: "is lost".into() };
+        for (error, expected) in [
+            (rank(2), true),
+            (rank(0), false),
+            (Error::Diverged("5 steps in a row were skipped".into()), true),
+            (Error::Unsupported("this".into()), false),
+        ] {
+            let told = error.to_string();
+            assert_eq!(ends_rank_0_as_well(&error.into()), expected, "{told}");
+        }
     }
 }
