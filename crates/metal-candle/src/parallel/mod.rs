@@ -32,7 +32,6 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::fmt::Debug;
 use std::ops::Range;
-#[cfg(any(feature = "cuda", feature = "mpi", test))]
 use std::time::{Duration, Instant};
 
 /// What ranks do together. Each calls the same functions in the same order, and none waits forever for another.
@@ -49,6 +48,10 @@ pub trait Collectives: Debug + Sync {
     /// # Errors
     /// [`Error::Rank`] naming one that is lost, late, or elsewhere in the program.
     fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Tells the others, if this is rank 0, that it lives and does what they may have to wait for longer than they wait
+    /// otherwise. Where that fails, what they do together next says why.
+    fn tell_busy(&self) {}
 
     /// Adds up the ranks' buffers `(n)` in f32, in place: each element in an order that is the same in every run, over MPI
     /// `((x₀ + x₁) + x₂) + …`.
@@ -102,6 +105,9 @@ pub trait Collectives: Debug + Sync {
         Ok(())
     }
 }
+
+/// How long rank 0 works before it says again that it does.
+const BUSY: Duration = Duration::from_millis(200);
 
 /// Rows of a batch that a rank reads.
 pub(crate) struct Rows {
@@ -240,6 +246,33 @@ impl<'a> Group<'a> {
         }
     }
 
+    /// Does what may take longer than the others wait, as writing files does, on a thread beside this one, which tells them
+    /// meanwhile that it goes on. A process that stands still tells nothing, and is noticed.
+    pub(crate) fn busy_with<T: Send>(self, work: impl FnOnce() -> T + Send) -> T {
+        if self.0.is_none() {
+            return work();
+        }
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(work);
+            self.busy_until(|| thread.is_finished());
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Waits for what another thread does, and tells the others meanwhile. One process alone has nobody to tell: it doesn't
+    /// wait here.
+    pub(crate) fn busy_until(self, is_done: impl Fn() -> bool) {
+        let Some(collectives) = self.0 else { return };
+        let mut told = Instant::now();
+        while !is_done() {
+            if told.elapsed() >= BUSY {
+                collectives.tell_busy();
+                told = Instant::now();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Gives each rank's part of a buffer to all others, see [`Collectives::spread`].
     ///
     /// # Errors
@@ -330,6 +363,7 @@ impl Pause {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn a_group_of_one_asks_nobody() {
@@ -345,5 +379,58 @@ mod tests {
         group.add_up("x", &mut numbers).unwrap();
         assert!(numbers[0] == 0.1 && numbers[1].is_nan());
         group.wait("x").unwrap();
+        group.busy_until(|| false);
+        assert_eq!(group.busy_with(|| 7), 7);
+    }
+
+    /// The first of two ranks, which counts how often it tells the other that it is busy.
+    #[derive(Debug, Default)]
+    struct Telling(AtomicUsize);
+
+    impl Collectives for Telling {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            2
+        }
+
+        fn gather(&self, what: &'static str, _: &[u8]) -> Result<Vec<Vec<u8>>> {
+            Err(elsewhere(1, what))
+        }
+
+        fn tell_busy(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn sum(&self, what: &'static str, _: &Tensor) -> Result<()> {
+            Err(elsewhere(1, what))
+        }
+
+        fn spread(&self, what: &'static str, _: &Tensor, _: &[Range<usize>]) -> Result<()> {
+            Err(elsewhere(1, what))
+        }
+
+        fn takes(&self, _: &Device) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn others_are_told_as_long_as_work_goes_on() {
+        let telling = Telling::default();
+        let told = || telling.0.load(Ordering::Relaxed);
+        let group = Group::new(&telling);
+        assert_eq!(group.busy_with(|| 7), 7);
+        // Ends when the others have been told three times.
+        let done = group.busy_with(|| {
+            while told() < 3 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            told()
+        });
+        assert!(done >= 3);
+        group.busy_until(|| told() >= done + 2);
     }
 }

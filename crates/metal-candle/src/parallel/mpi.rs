@@ -24,8 +24,10 @@ use std::time::{Duration, Instant};
 
 /// Elements that are added up at a time, which bounds the memory for messages.
 const PIECE: usize = 16 << 20;
-/// The tag of all messages: those between two ranks arrive in order.
+/// The tag of all messages but those below: those between two ranks arrive in order.
 const TAG: c_int = 1;
+/// The tag of messages without content by which rank 0 says that it is busy.
+const BUSY: c_int = 2;
 
 /// This process among those that MPI knows.
 pub(super) struct Mpi {
@@ -154,7 +156,7 @@ impl Mpi {
 
     /// Waits for all of them, but no longer than the limit.
     fn wait<T>(&self, what: &str, transfers: &mut [Transfer<T>]) -> Result<()> {
-        let begun = Instant::now();
+        let mut begun = Instant::now();
         let mut pause = Pause::new();
         loop {
             let mut late = None;
@@ -164,6 +166,9 @@ impl Mpi {
                 if !transfer.done {
                     late = late.or(Some(transfer.rank));
                 }
+            }
+            if self.hears_busy()? {
+                begun = Instant::now();
             }
             let Some(rank) = late else { return Ok(()) };
             let waited = begun.elapsed();
@@ -179,6 +184,38 @@ impl Mpi {
             }
             pause.rest();
         }
+    }
+
+    /// Whether rank 0 has said that it is busy; takes all that it has said of it.
+    fn hears_busy(&self) -> Result<bool> {
+        let mut heard = false;
+        while self.rank > 0 {
+            let mut is_there = 0;
+            let world = self.world.as_raw();
+            // SAFETY: the communicator is MPI's, and MPI writes to the flag alone.
+            let code =
+                unsafe { ffi::MPI_Iprobe(0, BUSY, world, &mut is_there, ffi::RSMPI_STATUS_IGNORE) };
+            self.check(0, code)?;
+            if is_there == 0 {
+                break;
+            }
+            let kind = u8::equivalent_datatype();
+            // SAFETY: as above; the message is there and has no content, so nothing is written and nothing waits.
+            let code = unsafe {
+                ffi::MPI_Recv(
+                    std::ptr::null_mut(),
+                    0,
+                    kind.as_raw(),
+                    0,
+                    BUSY,
+                    world,
+                    ffi::RSMPI_STATUS_IGNORE,
+                )
+            };
+            self.check(0, code)?;
+            heard = true;
+        }
+        Ok(heard)
     }
 
     /// Sends the same to all others, and takes what they send: so many elements of each.
@@ -307,6 +344,30 @@ impl Collectives for Mpi {
             return Ok(vec![Vec::new(); self.size]);
         }
         self.exchange(what, mine.to_vec(), |rank| lengths.get(rank).copied().unwrap_or_default())
+    }
+
+    fn tell_busy(&self) {
+        if self.rank > 0 || self.require_own_thread().is_err() {
+            return;
+        }
+        for other in self.others() {
+            let mut request = null();
+            // SAFETY: the message has no content to read, so MPI may keep the request for as long as it is under way.
+            unsafe {
+                let code = ffi::MPI_Isend(
+                    std::ptr::null(),
+                    0,
+                    u8::equivalent_datatype().as_raw(),
+                    other as c_int,
+                    BUSY,
+                    self.world.as_raw(),
+                    &mut request,
+                );
+                if code == ffi::MPI_SUCCESS as c_int {
+                    ffi::MPI_Request_free(&mut request);
+                }
+            }
+        }
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {

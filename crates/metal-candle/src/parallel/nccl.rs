@@ -152,6 +152,10 @@ impl Collectives for Gpus {
         self.messages().gather(what, mine)
     }
 
+    fn tell_busy(&self) {
+        self.messages().tell_busy();
+    }
+
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
         self.begin_sum(what, buffer)?;
         self.end_begun(what)

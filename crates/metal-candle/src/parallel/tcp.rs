@@ -13,7 +13,7 @@ use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// What a connection begins with: this protocol and its version.
-const MAGIC: [u8; 8] = *b"mcandle1";
+const MAGIC: [u8; 8] = *b"mcandle2";
 /// Longer messages are none of a rank's.
 const LONGEST: usize = 1 << 30;
 /// How much longer others wait than rank 0, which knows more.
@@ -42,6 +42,8 @@ enum Kind {
     Late = 3,
     /// That a rank is lost: its number, and what is wrong with it.
     Lost = 4,
+    /// That rank 0 lives, and does what takes longer than the limit.
+    Busy = 5,
 }
 
 #[derive(Debug)]
@@ -166,6 +168,20 @@ impl Star {
         Ok(all)
     }
 
+    /// See [`super::Collectives::tell_busy`].
+    pub fn tell_busy(&self) {
+        if self.rank > 0 {
+            return;
+        }
+        for connection in self.connections.borrow_mut().iter_mut() {
+            // One that takes nothing is told once.
+            match connection.outgoing.is_empty() {
+                true => connection.send(Kind::Busy, 0, &[]),
+                false => connection.pump(),
+            }
+        }
+    }
+
     fn gather_as_root(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let place = place(what);
         let begun = Instant::now();
@@ -255,7 +271,7 @@ impl Star {
                 None if connection.ended => return Err(lost(0)),
                 None => {}
             }
-            if begun.elapsed() > self.limit + GRACE {
+            if connection.waited(begun) > self.limit + GRACE {
                 return Err(late(0, what, self.limit));
             }
             pause.rest();
@@ -282,9 +298,8 @@ impl Star {
     /// # Errors
     /// [`Error::Rank`] naming one that is lost, or that stands still when the limit is over.
     pub fn watch(&self, what: &str, begun: Instant) -> Result<()> {
-        let waited = begun.elapsed();
         if self.rank == 0 {
-            return self.tell_lost(self.watch_as_root(what, waited));
+            return self.tell_lost(self.watch_as_root(what, begun.elapsed()));
         }
         let connections = &mut *self.connections.borrow_mut();
         let connection = root(connections)?;
@@ -295,6 +310,7 @@ impl Star {
         if connection.ended && connection.messages.is_empty() {
             return Err(lost(0));
         }
+        let waited = connection.waited(begun);
         if waited > self.limit && !connection.is_late {
             connection.is_late = true;
             connection.send(Kind::Late, place(what), &[]);
@@ -356,12 +372,12 @@ impl Star {
         outcome
     }
 
-    /// Waits until rank 0 has ended, but no longer than this.
+    /// Waits until rank 0 has ended, but no longer than this after it has said that it is busy.
     pub fn outlast_root(&self, limit: Duration) {
         let begun = Instant::now();
         while let Some(connection) = self.connections.borrow_mut().first_mut()
             && !connection.ended
-            && begun.elapsed() < limit
+            && connection.waited(begun) < limit
         {
             connection.pump();
             std::thread::sleep(Duration::from_millis(10));
@@ -424,6 +440,8 @@ struct Connection {
     ended: bool,
     /// This rank has said that it waits.
     is_late: bool,
+    /// When the other end has said last that it is busy.
+    busy: Option<Instant>,
 }
 
 impl Connection {
@@ -437,7 +455,13 @@ impl Connection {
             outgoing: VecDeque::new(),
             ended: false,
             is_late: false,
+            busy: None,
         })
+    }
+
+    /// How long somebody who waits since `begun` has heard nothing of the other end.
+    fn waited(&self, begun: Instant) -> Duration {
+        self.busy.map_or(begun, |busy| busy.max(begun)).elapsed()
     }
 
     /// Who is at the other end, once it has said so: its rank, of how many. An error where it is no rank of this run.
@@ -490,7 +514,10 @@ impl Connection {
         }
         self.receive();
         while let Some(message) = self.parse() {
-            self.messages.push_back(message);
+            match message.kind {
+                Kind::Busy => self.busy = Some(Instant::now()),
+                _ => self.messages.push_back(message),
+            }
         }
     }
 
@@ -513,7 +540,7 @@ impl Connection {
         let (kind, rest) = self.incoming.split_first()?;
         let (place, rest) = rest.split_first_chunk::<8>()?;
         let (length, rest) = rest.split_first_chunk::<8>()?;
-        let kind = [Kind::Given, Kind::Gathered, Kind::Late, Kind::Lost]
+        let kind = [Kind::Given, Kind::Gathered, Kind::Late, Kind::Lost, Kind::Busy]
             .into_iter()
             .find(|known| *known as u8 == *kind);
         let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);

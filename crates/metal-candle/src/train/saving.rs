@@ -8,6 +8,7 @@
 
 use super::checkpoint::Contents;
 use crate::memory::available_bytes;
+use crate::parallel::Group;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::host::{HostBuffers, HostCopy};
@@ -124,18 +125,21 @@ impl Saver {
     }
 
     /// Begins the checkpoint of a step, for which training has waited since `begun`: what is live may be changed when this
-    /// returns. The one before must have been [taken](Self::wait).
+    /// returns. The one before must have been [taken](Self::wait). `group` is told that this rank is busy where it waits for
+    /// the files.
     pub fn begin(
         &mut self,
         step: u64,
         contents: Contents,
         held: Held,
         begun: Instant,
+        group: Group<'_>,
     ) -> Result<()> {
         let copy = match held {
             Held::Live(tensors) => {
                 let Some(buffers) = self.room() else {
-                    let path = contents.write(&tensors, &mut *self.saving)?;
+                    let saving = &mut *self.saving;
+                    let path = group.busy_with(move || contents.write(&tensors, saving))?;
                     let seconds = begun.elapsed().as_secs_f64();
                     self.complete = Some(Saved { step, path, waited: seconds, seconds });
                     return Ok(());
@@ -163,14 +167,16 @@ impl Saver {
         if self.writing.as_ref().is_some_and(|writing| !writing.thread.is_finished()) {
             return Ok(None);
         }
-        self.wait()
+        self.wait(Group::default())
     }
 
-    /// Waits for the checkpoint under way, and gives the one that has become complete.
-    pub fn wait(&mut self) -> Result<Option<Saved>> {
+    /// Waits for the checkpoint under way, and gives the one that has become complete. `group` is told meanwhile that this
+    /// rank is busy.
+    pub fn wait(&mut self, group: Group<'_>) -> Result<Option<Saved>> {
         let Some(writing) = self.writing.take() else { return Ok(self.complete.take()) };
         let Writing { step, begun, mut waited, thread } = writing;
         let from_here = Instant::now();
+        group.busy_until(|| thread.is_finished());
         let (result, buffers, saving) = thread.join().map_err(|_| {
             Error::option(
                 "checkpoint",
@@ -188,7 +194,7 @@ impl Saver {
 impl Drop for Saver {
     /// A checkpoint under way is finished, whatever ended the run.
     fn drop(&mut self) {
-        if let Err(error) = self.wait() {
+        if let Err(error) = self.wait(Group::default()) {
             tracing::warn!("a checkpoint was not written: {error}");
         }
     }

@@ -550,10 +550,14 @@ impl<'a> Trainer<'a> {
         }
         checkpoint::remove_after(&self.output, self.state.step)?;
         let Some(Origin { checkpoint, best, .. }) = &self.origin else { return Ok(()) };
+        let copy = |from: &Path, step: u64| {
+            let to = checkpoint::folder(&self.output, step);
+            self.group.busy_with(move || checkpoint::copy(from, &to))
+        };
         if let (Some(best), Some(step)) = (best, self.state.best_step) {
-            checkpoint::copy(best, &checkpoint::folder(&self.output, step))?;
+            copy(best, step)?;
         }
-        checkpoint::copy(checkpoint, &checkpoint::folder(&self.output, self.state.step))
+        copy(checkpoint, self.state.step)
     }
 
     /// That all ranks are at the same place of the same run.
@@ -1281,7 +1285,7 @@ impl<'a> Trainer<'a> {
             logs: metrics.files()?,
         };
         match &mut self.saver {
-            Some(saver) => saver.begin(self.state.step, contents, held, begun),
+            Some(saver) => saver.begin(self.state.step, contents, held, begun, group),
             None => Err(Error::option("checkpoint", "can only be written by a run")),
         }
     }
@@ -1363,7 +1367,7 @@ impl<'a> Trainer<'a> {
     /// Waits for the checkpoint that is being written, and logs it.
     fn await_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         match &mut self.saver {
-            Some(saver) => log(saver.wait()?, metrics),
+            Some(saver) => log(saver.wait(self.group)?, metrics),
             None => Ok(()),
         }
     }
@@ -1397,7 +1401,10 @@ impl<'a> Trainer<'a> {
             }
         })?;
         match values {
-            Some(values) => self.trained_files()?.write(&self.output, &values),
+            Some(values) => {
+                let (files, output) = (self.trained_files()?, self.output.clone());
+                self.group.busy_with(move || files.write(&output, &values))
+            }
             None => Ok(()),
         }
     }

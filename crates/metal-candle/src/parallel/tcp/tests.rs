@@ -139,6 +139,60 @@ fn who_waits_elsewhere_learns_of_a_rank_that_stands_still() {
     }
 }
 
+/// Tells others for so long that rank 0 is busy.
+fn be_busy(star: &Star, time: Duration) {
+    let begun = Instant::now();
+    while begun.elapsed() < time {
+        star.tell_busy();
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_rank_that_says_that_it_is_busy_is_waited_for() {
+    let limit = Duration::from_millis(200);
+    let all = each(3, limit, move |star| {
+        match star.rank() {
+            0 => be_busy(&star, limit + GRACE + Duration::from_secs(1)),
+            // Waits for it on other ways.
+            2 => {
+                let begun = Instant::now();
+                while begun.elapsed() < limit + GRACE + Duration::from_millis(500) {
+                    star.watch("a sum", begun)?;
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+            _ => {}
+        }
+        star.gather("the end", &[star.rank() as u8])
+    });
+    for found in all {
+        assert_eq!(found.unwrap(), [[0], [1], [2]]);
+    }
+}
+
+#[test]
+fn a_rank_that_was_busy_and_is_lost_is_named() {
+    let limit = Duration::from_millis(200);
+    for is_gone in [false, true] {
+        let all = each(3, limit, move |star| {
+            if star.rank() == 0 {
+                be_busy(&star, Duration::from_millis(500));
+                if !is_gone {
+                    thread::sleep(limit + GRACE + Duration::from_secs(1));
+                }
+                return None;
+            }
+            Some(star.gather("the end", &[]).unwrap_err())
+        });
+        for error in all.iter().skip(1).map(|it| it.as_ref().unwrap()) {
+            let expected = if is_gone { "is lost" } else { "within 0.2 s" };
+            assert_eq!(rank_of(error), 0, "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}
+
 #[test]
 fn what_was_late_once_is_forgotten() {
     let limit = Duration::from_millis(200);
