@@ -218,6 +218,7 @@ impl Star {
         }
         let all: Vec<Vec<u8>> =
             std::iter::once(mine.to_vec()).chain(given.into_iter().flatten()).collect();
+        require_sendable(what, all.iter().map(|part| 8 + part.len()).sum())?;
         let mut message = Vec::new();
         for part in &all {
             message.extend((part.len() as u64).to_le_bytes());
@@ -259,6 +260,7 @@ impl Star {
         let connections = &mut *self.connections.borrow_mut();
         let connection = root(connections)?;
         connection.is_late = false;
+        require_sendable(what, mine.len())?;
         connection.send(Kind::Given, place, mine);
         let mut pause = Pause::new();
         let bytes = loop {
@@ -382,6 +384,16 @@ impl Star {
             connection.pump();
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+}
+
+/// An error where a message is longer than others take.
+fn require_sendable(what: &str, bytes: usize) -> Result<()> {
+    match bytes <= LONGEST {
+        true => Ok(()),
+        false => Err(Error::Unsupported(format!(
+            "a message of {bytes} bytes for {what}; ranks take at most {LONGEST} at a time"
+        ))),
     }
 }
 

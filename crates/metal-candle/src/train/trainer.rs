@@ -495,7 +495,13 @@ impl<'a> Trainer<'a> {
             let in_parts = self.optimizer()?.is_shared();
             self.saver = Some(Saver::new(like, self.model.device(), in_parts, saving));
         }
-        let outcome = self.steps(metrics)?;
+        let outcome = match self.prepared {
+            true => self.steps(metrics)?,
+            false => {
+                self.save(metrics)?;
+                Outcome::Interrupted
+            }
+        };
         self.await_saved(metrics)?;
         self.saver = None;
         self.group.wait("the end of the run")?;
@@ -514,7 +520,8 @@ impl<'a> Trainer<'a> {
 
     /// Checks what has to hold before the first step, and finds out what has to be known for it. Nothing that an earlier
     /// part of the run left is removed before this has succeeded. Call it after the `with_` functions and
-    /// [`Self::resume`]; [`Self::run`] does it otherwise.
+    /// [`Self::resume`]; [`Self::run`] does it otherwise. If the run is to stop meanwhile, what is known of the reference is
+    /// kept, and [`Self::run`] ends with a checkpoint and without a step.
     ///
     /// # Errors
     /// Those of [`Self::run`] that are known before the first step.
@@ -525,10 +532,10 @@ impl<'a> Trainer<'a> {
         let known = self.check().and_then(|()| self.know_base()).and_then(|()| self.agree());
         let known = known.and_then(|()| self.know_references());
         match known {
-            Ok(()) => self.prepared = true,
+            Ok(are_complete) => self.prepared = are_complete,
             Err(_) => self.rest(),
         }
-        known
+        known.map(drop)
     }
 
     /// Makes the output folder that of a run which goes on from where this one does: removes checkpoints of later steps, and
@@ -702,10 +709,10 @@ impl<'a> Trainer<'a> {
     }
 
     /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand, and keeps them beside
-    /// the run's checkpoints.
-    fn know_references(&mut self) -> Result<()> {
+    /// the run's checkpoints. False when the run is to stop before all are known.
+    fn know_references(&mut self) -> Result<bool> {
         if !self.options.precompute_ref_log_probs {
-            return Ok(());
+            return Ok(true);
         }
         let folder = checkpoint::parent(&self.output);
         if self.known.is_empty() {
@@ -715,14 +722,28 @@ impl<'a> Trainer<'a> {
                 self.state.reference_weights = Some(format!("{hash:016x}"));
             }
             let weights = self.state.reference_weights.clone();
-            self.known = self.references(&folders, weights.as_deref())?;
+            let found = self.references(&folders, weights.as_deref())?;
+            if !references::are_complete(&found) {
+                self.keep_references(weights.as_deref(), &found)?;
+                return Ok(false);
+            }
+            self.known = found;
         }
-        let (hash, lengths) = self.references_wanted(self.state.reference_weights.as_deref());
-        let is_kept = matches!(references::read(&folder, &hash, &lengths), Ok(Some(_)));
-        if self.group.is_root() && !is_kept {
-            references::write(&folder, &hash, &self.known)?;
+        let weights = self.state.reference_weights.as_deref();
+        let (hash, lengths) = self.references_wanted(weights);
+        if !references::are_kept(&folder, &hash, &lengths) {
+            self.keep_references(weights, &self.known)?;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Keeps what is known of the reference beside the run's checkpoints.
+    fn keep_references(&self, weights: Option<&str>, known: &[References]) -> Result<()> {
+        let (hash, _) = self.references_wanted(weights);
+        match self.group.is_root() {
+            true => references::write(&checkpoint::parent(&self.output), &hash, known),
+            false => Ok(()),
+        }
     }
 
     /// Knows in full fine-tuning what the base says, whose weights are still there, for a run that goes on from a checkpoint
@@ -731,11 +752,14 @@ impl<'a> Trainer<'a> {
         if !self.options.precompute_ref_log_probs || !self.known.is_empty() {
             return Ok(());
         }
+        if state.updates == 0 {
+            // The checkpoint's weights are the base's.
+            return Ok(());
+        }
         let folders = self.reference_folders(Some(parent));
         let weights = state.reference_weights.as_deref();
         let (hash, lengths) = self.references_wanted(weights);
-        let is_kept =
-            |folder: &PathBuf| matches!(references::read(folder, &hash, &lengths), Ok(Some(_)));
+        let is_kept = |folder: &PathBuf| references::are_kept(folder, &hash, &lengths);
         if !folders.iter().any(is_kept) {
             // Of weights in parts there is no hash of all.
             let found = match self.adapter.parameters().partition() {
@@ -750,7 +774,15 @@ impl<'a> Trainer<'a> {
                 ));
             }
         }
-        self.known = self.references(&folders, weights)?;
+        let found = self.references(&folders, weights)?;
+        if !references::are_complete(&found) {
+            self.keep_references(weights, &found)?;
+            return Err(Error::file(
+                parent.join(references::FILE),
+                "was missing or damaged, and the run is to stop before all of it is computed again; resume the run as before",
+            ));
+        }
+        self.known = found;
         Ok(())
     }
 
@@ -770,27 +802,38 @@ impl<'a> Trainer<'a> {
         (self.state.fingerprint.of_references(self.model.dtype(), weights), lengths)
     }
 
-    /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed.
-    /// In full fine-tuning the reference is what is trained, as long as that is what it was in the beginning.
+    /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed;
+    /// not all, if the run is to stop meanwhile. In full fine-tuning the reference is what is trained, as long as that is what it was in the beginning.
     fn references(&self, folders: &[PathBuf], weights: Option<&str>) -> Result<Vec<References>> {
         let (hash, lengths) = self.references_wanted(weights);
-        let mut found = None;
+        let none = || lengths.iter().map(|length| References::none(*length)).collect();
+        let mut known: Option<Vec<References>> = None;
         for folder in folders {
             match references::read(folder, &hash, &lengths) {
-                Ok(read) => found = found.or(read),
+                Ok(_) if known.as_deref().is_some_and(references::are_complete) => {}
+                Ok(read) => known = read.or(known),
                 Err(error) => tracing::warn!("{error}; what it holds is computed again"),
             }
         }
-        let is_missing = self.group.any("what is known of the reference", found.is_none())?;
-        if let Some(known) = found.filter(|_| !is_missing) {
-            return Ok(known);
+        let mut known = known.unwrap_or_else(none);
+        // Ranks go on together only from what all have read.
+        let mine = references::fingerprint(&known).to_le_bytes();
+        let of_ranks = self.group.gather("what is known of the reference", &mine)?;
+        if of_ranks.iter().any(|of_rank| of_rank != &mine) {
+            known = none();
         }
         let task = match self.adapter.is_full() {
             true => Task { reference: Some(&self.adapter), ..self.task() },
             false => self.task(),
         };
-        let compute = |batches: &Batcher| References::compute(&task, batches, self.group);
-        std::iter::once(self.batches).chain(self.validation).map(compute).collect()
+        let stop = || self.stop.load(Ordering::Relaxed);
+        for (batches, known) in std::iter::once(self.batches).chain(self.validation).zip(&mut known)
+        {
+            if !known.compute(&task, batches, self.group, &stop)? {
+                break;
+            }
+        }
+        Ok(known)
     }
 
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {

@@ -21,7 +21,7 @@ use metal_candle::{Error, Result};
 use serde_json::json;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -585,6 +585,129 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
         let error = evaluate(&model, None, &texts, None).unwrap_err().to_string();
         assert!(error.contains("in parts with 2 processes, in a group of 1"), "{error}");
     });
+}
+
+/// A rank that counts what is told of the reference, and is to stop once it was told so often.
+#[derive(Debug)]
+struct Stopping {
+    thread: Arc<Thread>,
+    stop: Arc<AtomicBool>,
+    told: AtomicU64,
+    stops_at: Option<u64>,
+    longest: AtomicUsize,
+}
+
+impl Collectives for Stopping {
+    fn rank(&self) -> usize {
+        Collectives::rank(&*self.thread)
+    }
+
+    fn size(&self) -> usize {
+        Collectives::size(&*self.thread)
+    }
+
+    fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        if what == "what the reference says" {
+            let told = self.told.fetch_add(1, Ordering::Relaxed) + 1;
+            self.longest.fetch_max(mine.len(), Ordering::Relaxed);
+            if self.stops_at == Some(told) {
+                self.stop.store(true, Ordering::Relaxed);
+            }
+        }
+        self.thread.gather(what, mine)
+    }
+
+    fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
+        Collectives::sum(&*self.thread, what, buffer)
+    }
+
+    fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
+        self.thread.spread(what, buffer, parts)
+    }
+
+    fn takes(&self, device: &Device) -> bool {
+        self.thread.takes(device)
+    }
+}
+
+#[test]
+fn what_the_reference_says_is_kept_where_ranks_are_stopped() {
+    let pairs = objectives::pairs(&objectives::expected());
+    let of = |count: usize| {
+        let options = BatchOptions { max_seq_length: 64, batch_size: 2, ..BatchOptions::default() };
+        Batcher::new(Arc::new(Dataset::from_samples(&pairs[..count]).unwrap()), options).unwrap()
+    };
+    // Two batches each; of the second, the second rank has no row.
+    let (batches, validation) = (of(3), of(3));
+    let run = |output: &Path, is_full: bool, stops_at: Option<u64>| {
+        let options = TrainOptions {
+            objective: Objective::Dpo(DpoOptions::default()),
+            precompute_ref_log_probs: true,
+            save_every: 0,
+            ..TrainOptions::new(3, learning_rate(1e-3, 3))
+        };
+        let mut ranks = as_ranks(2, |thread| {
+            let model = Model::load(base(), DType::F32, &device()).unwrap();
+            let lora = LoraConfig { rank: 4, alpha: 16.0, ..LoraConfig::default() };
+            let (model, adapter) = match is_full {
+                true => {
+                    let full = Arc::new(Adapter::full(&model).unwrap());
+                    (Arc::new(model.without_weights()), full)
+                }
+                false => {
+                    let adapter = Arc::new(Adapter::new(&model, &lora, 5).unwrap());
+                    (Arc::new(model), adapter)
+                }
+            };
+            let stopping = Stopping {
+                thread: thread.clone(),
+                stop: Arc::default(),
+                told: AtomicU64::new(0),
+                // One of them is asked, and all stop.
+                stops_at: stops_at.filter(|_| Collectives::rank(&**thread) == 1),
+                longest: AtomicUsize::new(0),
+            };
+            let mut trainer =
+                Trainer::new(&model, &adapter, &batches, options.clone(), output, "llama")
+                    .unwrap()
+                    .with_validation(&validation)
+                    .with_stop(stopping.stop.clone())
+                    .with_group(Group::new(&stopping))
+                    .unwrap();
+            trainer.resume_newest(output).unwrap();
+            Group::new(&stopping).wait("the beginning").unwrap();
+            let summary = trainer.run(&mut |_: &Metric| Ok(())).unwrap();
+            // Nobody sends more than the sums of its row of a batch.
+            assert!(stopping.longest.load(Ordering::Relaxed) <= 1 + 2 * 24);
+            let told = stopping.told.load(Ordering::Relaxed);
+            let values = adapter.parameters().values().to_vec1::<f32>().unwrap();
+            (summary.outcome, summary.step, told, values)
+        });
+        let (second, first) = (ranks.remove(1), ranks.remove(0));
+        assert!(first == second, "the ranks came to other ends");
+        first
+    };
+    for is_full in [false, true] {
+        let whole = tempfile::tempdir().unwrap();
+        let expected = run(whole.path(), is_full, None);
+        // Before each batch, and after the last one.
+        assert_eq!((expected.0, expected.1, expected.2), (Outcome::Finished, 3, 6));
+        let parts = tempfile::tempdir().unwrap();
+        // Asked before the second batch.
+        let (outcome, step, told, _) = run(parts.path(), is_full, Some(1));
+        assert_eq!((outcome, step, told), (Outcome::Interrupted, 0, 2), "full: {is_full}");
+        assert!(parts.path().join("checkpoints/step-00000000").is_dir());
+        const FILE: &str = "checkpoints/reference_logps.safetensors";
+        let read = |folder: &Path| std::fs::read(folder.join(FILE)).unwrap();
+        assert!(read(parts.path()) != read(whole.path()));
+        // Asked before the validation data's first batch, and then not at all: what is known isn't computed again.
+        let (outcome, step, told, _) = run(parts.path(), is_full, Some(1));
+        assert_eq!((outcome, step, told), (Outcome::Interrupted, 0, 3), "full: {is_full}");
+        let (outcome, step, told, values) = run(parts.path(), is_full, None);
+        assert_eq!((outcome, step, told), (Outcome::Finished, 3, 4), "full: {is_full}");
+        assert!(values == expected.3, "full: {is_full}: other parameters");
+        assert!(read(parts.path()) == read(whole.path()));
+    }
 }
 
 /// The parameters after a run of so many ranks in a folder, which goes on from what is there.

@@ -248,6 +248,13 @@ fn ranks_of_other_counts_and_numbers_are_refused() {
 }
 
 #[test]
+fn messages_that_nobody_takes_are_told_before_they_are_sent() {
+    require_sendable("a step", LONGEST).unwrap();
+    let told = require_sendable("a step", LONGEST + 1).unwrap_err().to_string();
+    assert!(told.contains("1073741825 bytes for a step") && told.contains("1073741824"), "{told}");
+}
+
+#[test]
 fn nonsense_ends_a_connection_and_takes_no_memory() {
     let all = each(2, LONG, |star| {
         if star.rank() == 1 {
