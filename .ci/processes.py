@@ -254,6 +254,24 @@ def one_that_is_killed(folder):
             assert_near(output, folder / "one", f"gone on with {processes} processes")
 
 
+def one_that_is_killed_beyond_a_network(folder):
+    """NCCL itself notices over sockets that it is gone, and doesn't say whom it has lost."""
+    if not GPUS:
+        return
+    network = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    os.environ.update(network)
+    try:
+        for attempt in range(3):
+            output = folder / f"killed-beyond-{attempt}"
+            code, told, seconds = hit(command(2, output, *settings()), output, 1, signal.SIGKILL, under_way())
+            assert code != 0 and "rank 1: is lost" in told, told
+            assert_saved(output, told)
+            print(f"rank 1 killed beyond a network: told and ended after {seconds:.1f} s", flush=True)
+    finally:
+        for name in network:
+            del os.environ[name]
+
+
 def one_that_stands_still(folder):
     """In a step, and in an evaluation or about it. What has started it doesn't know."""
     count = COUNTS[min(1, len(COUNTS) - 1)]
@@ -469,6 +487,7 @@ def main():
             parts_of_every_weight,
             parts_of_the_optimiser,
             one_that_is_killed,
+            one_that_is_killed_beyond_a_network,
             one_that_stands_still,
             one_that_diverges,
             one_that_is_asked_to_end,

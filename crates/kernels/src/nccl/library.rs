@@ -8,6 +8,8 @@ use std::sync::OnceLock;
 /// Codes of `ncclResult_t`.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
+/// `ncclSystemError`, `ncclInternalError` and `ncclRemoteError`: what it gives when a connection to another process fails.
+pub(super) const OF_CONNECTIONS: [c_int; 3] = [2, 3, 6];
 /// `ncclUint8`, `ncclFloat16`, `ncclFloat32` and `ncclBfloat16` of `ncclDataType_t`, `ncclSum` of `ncclRedOp_t`.
 pub(super) const BYTE: c_int = 1;
 pub(super) const FLOAT16: c_int = 6;

@@ -15,7 +15,8 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstream;
 use candle_core::{DType, Device, Error, Tensor, bail};
 use library::{
-    BFLOAT16, BYTE, Comm, Config, FLOAT16, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM,
+    BFLOAT16, BYTE, Comm, Config, FLOAT16, FLOAT32, IN_PROGRESS, Id, Library, OF_CONNECTIONS,
+    SUCCESS, SUM,
 };
 use std::cell::{Cell, OnceCell, RefCell};
 use std::ffi::c_int;
@@ -63,6 +64,8 @@ pub struct Communicator {
     is_summed_in_order: Cell<bool>,
     /// What a call that hasn't ended may still launch work on.
     kept: RefCell<Vec<Tensor>>,
+    /// Whether NCCL has failed as it does where another process, or the way to it, is lost.
+    is_cut: Cell<bool>,
 }
 
 // SAFETY: NCCL's communicators are of no thread, only of one at a time.
@@ -103,8 +106,9 @@ impl Communicator {
         }
         let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
         let is_summed_in_order = Cell::new(false);
-        let kept = RefCell::default();
-        let joined = Self { library, comm, device, rank, size, lane, is_summed_in_order, kept };
+        let (kept, is_cut) = (RefCell::default(), Cell::new(false));
+        let joined =
+            Self { library, comm, device, rank, size, lane, is_summed_in_order, kept, is_cut };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
@@ -441,9 +445,21 @@ impl Communicator {
     ) -> Result<(), E> {
         if code != SUCCESS && code != IN_PROGRESS {
             self.abort();
-            self.library.check(what, code)?;
+            self.check(what, code)?;
         }
         self.until(what, wait, || Ok(true))
+    }
+
+    /// The error of one of NCCL's codes, if it is one.
+    fn check(&self, what: &str, code: c_int) -> Result<()> {
+        self.is_cut.set(self.is_cut.get() || OF_CONNECTIONS.contains(&code));
+        self.library.check(what, code)
+    }
+
+    /// Whether NCCL has failed as it does where another process, or the way to it, is lost. Over a network NCCL notices that
+    /// by itself, and doesn't say which process it is.
+    pub fn is_cut(&self) -> bool {
+        self.is_cut.get()
     }
 
     fn check_alive(&self) -> Result<()> {
@@ -466,11 +482,11 @@ impl Communicator {
                 let mut state: c_int = SUCCESS;
                 // SAFETY: the communicator lives, and the place is one for a code.
                 let code = unsafe { (self.library.get_async_error)(self.comm.get(), &mut state) };
-                self.library.check(what, code)?;
+                self.check(what, code)?;
                 match state {
                     SUCCESS if is_done()? => return Ok(()),
                     SUCCESS | IN_PROGRESS => {}
-                    failed => self.library.check(what, failed)?,
+                    failed => self.check(what, failed)?,
                 }
                 wait()?;
                 match begun.elapsed() < BUSY {

@@ -1,7 +1,8 @@
 //! Ranks with a GPU each: sums over NCCL, and all else over TCP.
 //!
-//! A rank that is lost can't be noticed within NCCL, whose kernels wait for it. So whoever waits for a sum looks at the
-//! connections meanwhile, and ends NCCL's work when one of them does.
+//! Within a machine a rank that is lost can't be noticed by NCCL, whose kernels wait for it. So whoever waits for a sum looks
+//! at the connections meanwhile, and ends NCCL's work when one of them does. Over a network NCCL may notice it first, and
+//! doesn't say whom it has lost: the ranks find that out by their connections.
 
 use super::launcher::Launched;
 use super::meeting::meet;
@@ -82,7 +83,13 @@ impl Links {
     ) -> Result<T> {
         let (messages, communicator) = (locked(&self.messages), locked(&self.communicator));
         let begun = Instant::now();
-        work(&communicator, &mut || messages.watch(what, begun))
+        let done = work(&communicator, &mut || messages.watch(what, begun));
+        match done {
+            Err(error) if !matches!(error, Error::Rank { .. }) && communicator.is_cut() => {
+                Err(messages.cut(&error.to_string()))
+            }
+            done => done,
+        }
     }
 }
 

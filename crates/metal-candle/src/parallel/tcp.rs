@@ -44,6 +44,25 @@ enum Kind {
     Lost = 4,
     /// That rank 0 lives, and does what takes longer than the limit.
     Busy = 5,
+    /// That the other way of a rank to the others has failed: how.
+    Cut = 6,
+    /// Asks whether a rank is there.
+    Who = 7,
+    /// That it is.
+    Here = 8,
+}
+
+impl Kind {
+    const ALL: [Self; 8] = [
+        Self::Given,
+        Self::Gathered,
+        Self::Late,
+        Self::Lost,
+        Self::Busy,
+        Self::Cut,
+        Self::Who,
+        Self::Here,
+    ];
 }
 
 #[derive(Debug)]
@@ -211,6 +230,9 @@ impl Star {
                 missing = missing.or(given.is_none().then_some(rank));
             }
             let Some(rank) = missing else { break };
+            if let Some(said) = cut(connections) {
+                return Err(find_lost(connections, &said));
+            }
             if begun.elapsed() > self.limit {
                 return Err(late(rank, what, self.limit));
             }
@@ -327,9 +349,12 @@ impl Star {
         let connections = &mut *self.connections.borrow_mut();
         for (index, connection) in connections.iter_mut().enumerate() {
             connection.pump();
-            if connection.ended && connection.messages.is_empty() {
+            if connection.ended && connection.messages.is_empty() && connection.cut.is_none() {
                 return Err(lost(index + 1));
             }
+        }
+        if let Some(said) = cut(connections) {
+            return Err(find_lost(connections, &said));
         }
         // Those that wait as well are told apart from the one that they wait for by saying so.
         if waited > self.limit + GRACE / 2 {
@@ -349,6 +374,33 @@ impl Star {
             });
         }
         Ok(())
+    }
+
+    /// What a rank ends with whose other way to the others has failed, as it says: another rank is lost, which rank 0 looks
+    /// for.
+    pub fn cut(&self, said: &str) -> Error {
+        if self.rank == 0 {
+            let found = find_lost(&mut self.connections.borrow_mut(), said);
+            return match self.tell_lost::<()>(Err(found)) {
+                Err(found) => found,
+                Ok(()) => lost(0),
+            };
+        }
+        let connections = &mut *self.connections.borrow_mut();
+        let Some(connection) = connections.first_mut() else { return lost(0) };
+        connection.send(Kind::Cut, 0, said.as_bytes());
+        let begun = Instant::now();
+        while begun.elapsed() < 2 * GRACE {
+            match connection.next() {
+                Some(Message { kind: Kind::Lost, bytes, .. }) => return told(&bytes),
+                Some(_) => {}
+                None if connection.ended => return lost(0),
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        // Not rank 0's name: it may be there, and have a checkpoint to save.
+        let message = format!("cannot reach another rank, and rank 0 doesn't say which: {said}");
+        Error::Rank { rank: self.rank, message }
     }
 
     /// Tells all others which rank is lost, if one is.
@@ -385,6 +437,36 @@ impl Star {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// How the other way of a rank has failed, if one has said so.
+fn cut(connections: &[Connection]) -> Option<String> {
+    connections.iter().find_map(|connection| connection.cut.clone())
+}
+
+/// Which rank is lost, where another way than these connections has failed, as somebody has said: one whose connection ends,
+/// or that doesn't answer.
+fn find_lost(connections: &mut [Connection], said: &str) -> Error {
+    let begun = Instant::now();
+    connections.iter_mut().for_each(|connection| connection.send(Kind::Who, 0, &[]));
+    while begun.elapsed() < GRACE {
+        connections.iter_mut().for_each(Connection::pump);
+        // Who has said that its way has failed may end because of that.
+        let ended = |connection: &Connection| connection.ended && connection.cut.is_none();
+        if let Some(index) = connections.iter().position(ended) {
+            return lost(index + 1);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let is_silent = |connection: &Connection| !connection.is_here && connection.cut.is_none();
+    let seconds = GRACE.as_secs_f64();
+    if let Some(index) = connections.iter().position(is_silent) {
+        let message = format!("is lost: it didn't answer for {seconds} s, and {said}");
+        return Error::Rank { rank: index + 1, message };
+    }
+    let index = connections.iter().position(|connection| connection.cut.is_some());
+    let message = format!("or a rank that it is linked to is cut off, though all answer: {said}");
+    Error::Rank { rank: index.unwrap_or_default() + 1, message }
 }
 
 /// An error where a message is longer than others take.
@@ -454,6 +536,10 @@ struct Connection {
     is_late: bool,
     /// When the other end has said last that it is busy.
     busy: Option<Instant>,
+    /// How the other end's other way to the ranks has failed.
+    cut: Option<String>,
+    /// The other end has answered that it is there.
+    is_here: bool,
 }
 
 impl Connection {
@@ -468,6 +554,8 @@ impl Connection {
             ended: false,
             is_late: false,
             busy: None,
+            cut: None,
+            is_here: false,
         })
     }
 
@@ -528,6 +616,9 @@ impl Connection {
         while let Some(message) = self.parse() {
             match message.kind {
                 Kind::Busy => self.busy = Some(Instant::now()),
+                Kind::Cut => self.cut = Some(String::from_utf8_lossy(&message.bytes).into_owned()),
+                Kind::Who => self.send(Kind::Here, 0, &[]),
+                Kind::Here => self.is_here = true,
                 _ => self.messages.push_back(message),
             }
         }
@@ -552,9 +643,7 @@ impl Connection {
         let (kind, rest) = self.incoming.split_first()?;
         let (place, rest) = rest.split_first_chunk::<8>()?;
         let (length, rest) = rest.split_first_chunk::<8>()?;
-        let kind = [Kind::Given, Kind::Gathered, Kind::Late, Kind::Lost, Kind::Busy]
-            .into_iter()
-            .find(|known| *known as u8 == *kind);
+        let kind = Kind::ALL.into_iter().find(|known| *known as u8 == *kind);
         let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
         let Some(kind) = kind.filter(|_| length <= LONGEST) else {
             // No rank of this program sends this.

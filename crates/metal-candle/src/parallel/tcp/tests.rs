@@ -139,6 +139,55 @@ fn who_waits_elsewhere_learns_of_a_rank_that_stands_still() {
     }
 }
 
+/// Ranks 0 and 1 notice over another way that one is lost, and rank 3 looks at its connection alone.
+fn of_cut(lost: impl Fn(Star) + Copy + Send + 'static) -> Vec<Error> {
+    let all = each(4, LONG, move |star| match star.rank() {
+        0 | 1 => Some(star.cut("remote process exited")),
+        2 => {
+            lost(star);
+            None
+        }
+        _ => Some(watch(&star)),
+    });
+    all.into_iter().flatten().collect()
+}
+
+#[test]
+fn a_rank_that_another_way_has_lost_is_named() {
+    let found = of_cut(drop);
+    assert_eq!(found.len(), 3);
+    for error in found {
+        assert_eq!(rank_of(&error), 2, "{error}");
+        assert!(error.to_string().contains("connection has ended"), "{error}");
+    }
+    // Its machine is gone: the connection stays, and nobody answers.
+    let found = of_cut(|star| {
+        thread::sleep(GRACE + Duration::from_secs(3));
+        drop(star);
+    });
+    for error in found {
+        assert_eq!(rank_of(&error), 2, "{error}");
+        assert!(error.to_string().contains("didn't answer for 5 s"), "{error}");
+        assert!(error.to_string().contains("remote process exited"), "{error}");
+    }
+}
+
+#[test]
+fn a_way_that_fails_where_all_answer_names_who_has_noticed_it() {
+    // One waits for the others' parts, and one for what comes over another way.
+    for gathers in [false, true] {
+        let all = each(3, LONG, move |star| match star.rank() {
+            2 => star.cut("connection timed out"),
+            _ if gathers => star.gather("a step", &[]).unwrap_err(),
+            _ => watch(&star),
+        });
+        for error in all {
+            assert_eq!(rank_of(&error), 2, "{error}");
+            assert!(error.to_string().contains("connection timed out"), "{error}");
+        }
+    }
+}
+
 /// Tells others for so long that rank 0 is busy.
 fn be_busy(star: &Star, time: Duration) {
     let begun = Instant::now();
