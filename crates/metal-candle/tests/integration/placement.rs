@@ -587,7 +587,8 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
     });
 }
 
-/// A rank that counts what is told of the reference, and is to stop once it was told so often.
+/// A rank that counts what is told of the reference, and is to stop once it was told so often; and how often it says that it
+/// is busy.
 #[derive(Debug)]
 struct Stopping {
     thread: Arc<Thread>,
@@ -595,6 +596,20 @@ struct Stopping {
     told: AtomicU64,
     stops_at: Option<u64>,
     longest: AtomicUsize,
+    busy: AtomicUsize,
+}
+
+impl Stopping {
+    fn new(thread: &Arc<Thread>, stops_at: Option<u64>) -> Self {
+        Self {
+            thread: thread.clone(),
+            stop: Arc::default(),
+            told: AtomicU64::new(0),
+            stops_at,
+            longest: AtomicUsize::new(0),
+            busy: AtomicUsize::new(0),
+        }
+    }
 }
 
 impl Collectives for Stopping {
@@ -617,6 +632,10 @@ impl Collectives for Stopping {
         self.thread.gather(what, mine)
     }
 
+    fn tell_busy(&self) {
+        self.busy.fetch_add(1, Ordering::Relaxed);
+    }
+
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
         Collectives::sum(&*self.thread, what, buffer)
     }
@@ -628,6 +647,28 @@ impl Collectives for Stopping {
     fn takes(&self, device: &Device) -> bool {
         self.thread.takes(device)
     }
+}
+
+#[test]
+fn others_are_told_while_rank_0_writes_a_checkpoint() {
+    let batches = batcher(dataset(8, 1), 4, false);
+    let output = tempfile::tempdir().unwrap();
+    let busy = as_ranks(2, |thread| {
+        let model = load(&base(), None, Placement::Device);
+        let adapter = Arc::new(Adapter::new(&model, &LoraConfig::default(), 5).unwrap());
+        let group = Stopping::new(thread, None);
+        let options = TrainOptions::new(2, learning_rate(1e-3, 2));
+        let mut trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
+            .unwrap()
+            .with_saving(|_| std::thread::sleep(Duration::from_millis(300)))
+            .with_group(Group::new(&group))
+            .unwrap();
+        assert_eq!(trainer.run(&mut |_: &Metric| Ok(())).unwrap().outcome, Outcome::Finished);
+        drop(trainer);
+        group.busy.into_inner()
+    });
+    // Of the checkpoint after the last step, for which it waits for more than a second.
+    assert!(busy[0] >= 2 && busy[1] == 0, "{busy:?}");
 }
 
 #[test]
@@ -659,14 +700,9 @@ fn what_the_reference_says_is_kept_where_ranks_are_stopped() {
                     (Arc::new(model), adapter)
                 }
             };
-            let stopping = Stopping {
-                thread: thread.clone(),
-                stop: Arc::default(),
-                told: AtomicU64::new(0),
-                // One of them is asked, and all stop.
-                stops_at: stops_at.filter(|_| Collectives::rank(&**thread) == 1),
-                longest: AtomicUsize::new(0),
-            };
+            // One of them is asked, and all stop.
+            let stops_at = stops_at.filter(|_| Collectives::rank(&**thread) == 1);
+            let stopping = Stopping::new(thread, stops_at);
             let mut trainer =
                 Trainer::new(&model, &adapter, &batches, options.clone(), output, "llama")
                     .unwrap()
