@@ -803,7 +803,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed;
-    /// not all, if the run is to stop meanwhile. In full fine-tuning the reference is what is trained, as long as that is what it was in the beginning.
+    /// not all, if the run is to stop meanwhile. In full fine-tuning the reference is what is trained, as long as that is what it
+    /// was in the beginning.
     fn references(&self, folders: &[PathBuf], weights: Option<&str>) -> Result<Vec<References>> {
         let (hash, lengths) = self.references_wanted(weights);
         let none = || lengths.iter().map(|length| References::none(*length)).collect();
