@@ -17,8 +17,6 @@ use crate::model::Config;
 use crate::model::config::{Architecture, NormPlacement};
 use crate::{Error, Result};
 
-/// The key of a configuration that has the architecture of the file it was read from, where the family doesn't say it.
-pub(super) const WAS: &str = "gguf_architecture";
 pub(super) const MISTRAL3: &str = "mistral3";
 
 /// Whether a file of an architecture has `output.weight`.
@@ -124,7 +122,7 @@ impl Target {
     /// file that says otherwise.
     pub fn of(config: &Config) -> Result<&'static Self> {
         let model_type = match config.architecture.model_type() {
-            "mistral" if config.raw.get(WAS).is_some_and(|was| was == MISTRAL3) => "ministral3",
+            "mistral" if config.gguf_architecture == Some(MISTRAL3) => "ministral3",
             "mistral" | "ministral" => "llama",
             other => other,
         };

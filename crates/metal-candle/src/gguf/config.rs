@@ -6,7 +6,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::architecture::{Head, MISTRAL3, Target, WAS};
+use super::about;
+use super::architecture::{Head, MISTRAL3, Target};
 use super::container::{Container, shortest};
 use super::types::GgmlType;
 use super::writer::Metadata;
@@ -134,13 +135,21 @@ impl Keys<'_> {
     }
 }
 
-/// The content of a `config.json` for the model in a file.
+/// The shape of the model in a file.
 ///
 /// # Errors
 /// [`Error::File`] for a key that is missing or of another type; [`Error::Unsupported`] for what this library doesn't
 /// compute.
-pub(super) fn read(file: &Container) -> Result<Value> {
+pub(super) fn read(file: &Container) -> Result<Config> {
     let target = target_of(file)?;
+    let mut config = Config::from_json(&content(file, target)?.to_string())
+        .map_err(|error| about(file.path(), error))?;
+    config.gguf_architecture = Some(target.name);
+    Ok(config)
+}
+
+/// The content of a `config.json` for it.
+fn content(file: &Container, target: &'static Target) -> Result<Value> {
     let keys = Keys { file, target };
     for name in REFUSED {
         let key = keys.key(name);
@@ -230,7 +239,6 @@ pub(super) fn read(file: &Container) -> Result<Value> {
                 // The text part of Mistral Small 3.
                 None => {
                     model_type = "mistral";
-                    set(WAS, json!(target.name));
                     set("sliding_window", Value::Null);
                 }
             }
@@ -818,8 +826,7 @@ mod tests {
                 None => vec![0; 4 * tensors[index].1.iter().product::<usize>()],
             })
         })?;
-        let value = read(&Container::open(&path)?)?;
-        Config::from_json(&value.to_string())
+        read(&Container::open(&path)?)
     }
 
     /// Fixtures with what llama.cpp doesn't compute, and what is said of them.
@@ -862,6 +869,7 @@ mod tests {
             let Some(mut config) = computable(&name, config) else { continue };
             let mut found = round_trip(&config).unwrap_or_else(|error| panic!("{name}: {error}"));
             found.raw = Value::Null;
+            found.gguf_architecture = None;
             found.dtype = None;
             config.raw = Value::Null;
             config.dtype = None;
@@ -960,10 +968,20 @@ mod tests {
         let plain = fixture("mistral");
         assert_eq!(Target::of(&plain).unwrap().name, "llama");
         let mut config = plain.clone();
-        config.raw = json!({ "gguf_architecture": "mistral3" });
+        config.gguf_architecture = Some(MISTRAL3);
         let read = round_trip(&config).unwrap();
         assert_eq!(read.architecture.model_type(), "mistral");
         assert_eq!(Target::of(&read).unwrap().name, "mistral3");
+        // A base is the same whatever its file is called, so runs on it go on; and config.json doesn't say it.
+        let mut without = read.clone();
+        without.gguf_architecture = None;
+        assert_eq!(Target::of(&without).unwrap().name, "llama");
+        let fingerprint = |config: &Config| {
+            let model = Model::random(config.clone(), DType::F32, &Device::Cpu, 1).unwrap();
+            model.fingerprint().unwrap()
+        };
+        assert_eq!(fingerprint(&read), fingerprint(&without));
+        assert!(!read.raw.to_string().contains("mistral3"), "{}", read.raw);
 
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter.gguf");

@@ -120,8 +120,7 @@ impl GgufFile {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let container = Container::open(path.as_ref())?;
         let target = config::target_of(&container)?;
-        let config = Config::from_json(&config::read(&container)?.to_string())
-            .map_err(|error| about(container.path(), error))?;
+        let config = config::read(&container)?;
         let places = places(&container, &config)?;
         let file = Self { container, target, config, places };
         file.check_tensors()?;

@@ -127,6 +127,8 @@ pub struct Config {
     pub dtype: Option<DType>,
     /// The whole of `config.json`, for writing it back.
     pub raw: Value,
+    /// `general.architecture` of the GGUF file that it was read from. A Mistral's is llama or mistral3.
+    pub gguf_architecture: Option<&'static str>,
 }
 
 impl Config {
@@ -264,6 +266,7 @@ impl Config {
             tie_word_embeddings: keys.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
             dtype: dtype(keys)?,
             raw: Value::Null,
+            gguf_architecture: None,
         })
     }
 
