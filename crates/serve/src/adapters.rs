@@ -5,7 +5,7 @@ use crate::app::{App, Shared};
 use crate::error::{ApiError, Result};
 use crate::hub::Download;
 use crate::replicas::{Place, Replica, Replicas};
-use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
+use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS, read_config};
 use metal_candle::files;
 use metal_candle::text::{Tokenizer, chat_template_in};
 use std::collections::BTreeMap;
@@ -49,6 +49,8 @@ pub struct Adapters {
     loaded: Mutex<Vec<Loaded>>,
     /// Held while an adapter is read, so that none is read twice at once.
     reading: Mutex<()>,
+    /// Held in its place for an adapter that takes long, so that the others needn't wait for it.
+    searching: Mutex<()>,
     /// Those that are brought from the hub at the moment.
     pub(crate) downloads: Mutex<BTreeMap<String, Download>>,
 }
@@ -262,7 +264,7 @@ impl App {
         if let Some(found) = self.adapters.find(replica.index, folder, &version) {
             return Ok(found);
         }
-        let _reading = locked(&self.adapters.reading);
+        let _reading = locked(self.adapters.turn_of(folder));
         if let Some(found) = self.adapters.find(replica.index, folder, &version) {
             return Ok(found);
         }
@@ -298,6 +300,15 @@ impl App {
 }
 
 impl Adapters {
+    /// What is held while the adapter of a folder is read.
+    fn turn_of(&self, folder: &Path) -> &Mutex<()> {
+        // What is wrong with the configuration is told when the adapter is read.
+        match read_config(folder) {
+            Ok((config, _)) if config.start.takes_from_weight() => &self.searching,
+            _ => &self.reading,
+        }
+    }
+
     /// One that is loaded and whose files are the same, which becomes the most recently used.
     fn find(&self, replica: usize, folder: &Path, version: &Version) -> Option<Ready> {
         let mut loaded = locked(&self.loaded);
@@ -384,6 +395,28 @@ mod tests {
             seen.push(now);
         }
         assert!(created(folder.path()) > 0);
+    }
+
+    #[test]
+    fn nobody_waits_for_an_adapter_that_takes_long_but_others_that_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for start in ["pissa", "olora", "gaussian"] {
+            std::fs::create_dir(path(start)).unwrap();
+            let config = serde_json::json!({
+                "peft_type": "LORA",
+                "r": 8,
+                "lora_alpha": 16,
+                "target_modules": ["q_proj"],
+                "init_lora_weights": start,
+            });
+            std::fs::write(path(start).join(ADAPTER_CONFIG), config.to_string()).unwrap();
+        }
+        let adapters = Adapters::default();
+        let _searching = adapters.turn_of(&path("pissa")).lock().unwrap();
+        assert!(adapters.turn_of(&path("olora")).try_lock().is_err());
+        let _reading = adapters.turn_of(&path("gaussian")).try_lock().unwrap();
+        assert!(adapters.turn_of(&path("missing")).try_lock().is_err());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use crate::adapters::locked;
 use crate::app::{App, Shared};
 use crate::error::{ApiError, Result};
 use axum::http::StatusCode;
+use metal_candle::adapter::read_config;
 use metal_candle::hub::{HubOptions, parse_adapter, resolve_adapter_with};
 use metal_candle::{Error, HubFault};
 use tokio::sync::watch;
@@ -78,6 +79,16 @@ fn bring(app: &App, name: &str, options: &HubAdapters) -> Result<()> {
     let (id, revision) = parse_adapter(name).ok_or_else(|| ApiError::no_model(name))?;
     let found = resolve_adapter_with(id, revision, options.max_bytes, &options.hub, &mut |_| {});
     let folder = found.map_err(|error| refusal(app, &error))?;
+    let (config, _) = read_config(&folder).map_err(|error| refusal(app, &error))?;
+    if config.start.takes_from_weight() {
+        // Whoever may chat could keep the CPU busy for hours with it.
+        let message = format!(
+            "{name} started from the base's weights (PiSSA, OLoRA), and its file lacks this start, which takes long to find \
+             again; `metal-candle convert --to mlx` makes a plain LoRA adapter of it, which can be published or put into the \
+             server's folder of adapters"
+        );
+        return Err(ApiError::invalid(message).about("model"));
+    }
     app.read_adapter(&folder).map_err(|error| refusal(app, &error))?;
     app.keep_name(name, &folder)
 }

@@ -196,9 +196,9 @@ impl Adapter {
         Ok(adapter)
     }
 
-    /// [`Self::load`] beside others who use the model's device, for an adapter that nobody vouches for. The device is used
-    /// while what `turn` gives is held alone: what PiSSA and OLoRA took from the weights is found again without it, by the
-    /// CPU, and up to a rank of 128.
+    /// [`Self::load`] beside others who use the model's device, which is used while what `turn` gives is held alone: what
+    /// PiSSA and OLoRA took from the weights is found again without it, by the CPU, and up to a rank of 128. On a large base
+    /// even that can take hours, which nothing interrupts.
     ///
     /// # Errors
     /// As [`Self::load`], and for a higher rank of such an adapter.

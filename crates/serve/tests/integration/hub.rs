@@ -1,7 +1,7 @@
 //! Adapters by the names that they have on a hub.
 
 use crate::jobs::client::{Client, PATIENCE, error_of, model, serve, serve_with};
-use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::adapter::{ADAPTER_CONFIG, Adapter, LoraConfig};
 use metal_candle::hub::HubOptions;
 use metal_candle_serve::HubAdapters;
 use serde_json::{Value, json};
@@ -220,6 +220,40 @@ fn a_hub_that_cannot_be_reached_is_said_at_once() {
     assert_eq!(error_of(&answer), (503, "model"), "{}", answer.1);
     // Before it is asked a second time, 10 s would pass.
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    server.stop();
+}
+
+#[test]
+fn an_adapter_that_takes_long_to_read_is_read_of_the_servers_folder_alone() {
+    let started = |from: &str| {
+        let mut files = adapter();
+        let mut config: Value = serde_json::from_slice(&files[ADAPTER_CONFIG]).unwrap();
+        config["init_lora_weights"] = from.into();
+        files.insert(ADAPTER_CONFIG.to_string(), config.to_string().into_bytes());
+        files
+    };
+    let named = ["pissa", "olora"].map(|from| (format!("owner/{from}"), started(from)));
+    let hub = Hub::new(BTreeMap::from(named));
+    let folder = tempfile::tempdir().unwrap();
+    let watched = folder.path().join("adapters");
+    std::fs::create_dir_all(watched.join("olora")).unwrap();
+    for (name, content) in started("olora") {
+        std::fs::write(watched.join("olora").join(name), content).unwrap();
+    }
+    let server = serve_with(folder.path(), |options| {
+        options.hub_adapters = Some(hub.options(folder.path().join("hub"), 64 << 20));
+        options.adapters = Some(watched.clone());
+    });
+    let client = Client::of(&server);
+    for name in ["owner/pissa", "owner/olora"] {
+        let answer = ask(&client, name);
+        assert_eq!(error_of(&answer), (400, "model"), "{}", answer.1);
+        let message = answer.1["error"]["message"].as_str().unwrap();
+        assert!(message.contains(name) && message.contains("convert --to mlx"), "{message}");
+        assert_eq!(client.get(&format!("/v1/models/{name}")).0, 404);
+    }
+    let (status, answer) = ask(&client, "olora");
+    assert_eq!(status, 200, "{answer}");
     server.stop();
 }
 
