@@ -48,6 +48,7 @@ pub fn resolve_adapter_with(
     let repository = Repository { kind: Kind::Adapter, id, revision, options };
     repository.resolve(
         |name| BESIDE.contains(&name),
+        |snapshot| BESIDE.iter().any(|name| snapshot.join(name).exists()),
         || cached(&repository),
         || fetch(&repository, most, progress),
     )

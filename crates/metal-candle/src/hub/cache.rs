@@ -190,10 +190,12 @@ impl Repository<'_> {
     /// stands in when it cannot be reached or refuses access.
     ///
     /// `cached` gives what is there once nothing is missing that nobody can do without. `beside` says which other files are
-    /// wanted where the repository has them: another program may have left them out.
+    /// wanted where the repository has them: another program may have left them out. Where it isn't known which the commit
+    /// has, `is_whole` says by its snapshot whether who filled it wanted those, too.
     pub(super) fn resolve<T>(
         &self,
         beside: impl Fn(&str) -> bool,
+        is_whole: impl Fn(&Path) -> bool,
         cached: impl Fn() -> Result<T, String>,
         fetch: impl FnOnce() -> Result<T, Failure>,
     ) -> Result<T> {
@@ -217,8 +219,12 @@ impl Repository<'_> {
                 self.error_of(HubFault::Unreachable, message)
             });
         }
+        let lacks_nothing = || match self.absent(&beside) {
+            Some(absent) => absent.is_empty(),
+            None => self.cached_snapshot().is_ok_and(|(_, snapshot)| is_whole(&snapshot)),
+        };
         if is_commit(self.revision)
-            && self.absent(&beside).is_some_and(|absent| absent.is_empty())
+            && lacks_nothing()
             && let Ok(found) = cached()
         {
             return Ok(found);

@@ -95,6 +95,7 @@ pub fn resolve_dataset_with(
     // Which files are wanted, and so all that may be missing, is known where the list of them is.
     repository.resolve(
         |_| false,
+        |_| false,
         || cached(&repository, choice),
         || fetch(&repository, choice, progress),
     )

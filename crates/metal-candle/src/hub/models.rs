@@ -7,7 +7,7 @@ use super::cache::{Kind, Repository};
 use super::names::{is_id, is_name, is_revision};
 use super::transfer::{Client, Failure};
 use super::{Download, HubOptions, expand_home};
-use crate::files::companions::is_companion;
+use crate::files::companions::{TOKENIZER, is_companion};
 use crate::gguf::is_gguf;
 use crate::{Error, Result, files};
 
@@ -102,6 +102,7 @@ fn resolve_needed(
     let repository = Repository { kind: Kind::Model, id: model, revision, options };
     repository.resolve(
         |name| needed == Needed::All && is_companion(name),
+        |snapshot| needed == Needed::Config || snapshot.join(TOKENIZER).exists(),
         || cached(&repository, needed),
         || fetch(&repository, needed, progress),
     )
