@@ -921,6 +921,19 @@ fn layers_that_mlx_lm_chose_before_it_wrote_keys_are_those_in_the_file() {
     let half = changed_adapter(&original, |_| (), |weights| drop(weights.remove(b)));
     let error = Adapter::load(&model, half.path()).unwrap_err().to_string();
     assert!(error.contains(&format!("has no tensor `{b}`")), "{error}");
+    // An adapter for a model of two layers is none for one of three.
+    let is_deeper = |name: &str| name.starts_with("model.layers.2.");
+    for shallow in [
+        changed_adapter(&original, |_| (), |weights| weights.retain(|name, _| !is_deeper(name))),
+        changed_adapter(
+            &original,
+            |_| (),
+            |weights| weights.retain(|name, _| is_chosen(name) && !is_deeper(name)),
+        ),
+    ] {
+        let error = Adapter::load(&model, shallow.path()).unwrap_err().to_string();
+        assert!(error.contains("has no tensor") && error.contains("another base model"), "{error}");
+    }
 }
 
 #[test]

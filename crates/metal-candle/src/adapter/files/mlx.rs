@@ -2,13 +2,13 @@
 //! whose tensors are `<path>.lora_a (in, r)` and `.lora_b (r, out)`. The update is multiplied by `scale` itself,
 //! which is no alpha. Beside them its training leaves older values in files with a number before their names.
 
-use super::{AdapterFormat, as_usize, wrong};
+use super::{ADAPTER_CONFIG, AdapterFormat, as_usize, wrong};
 use crate::adapter::{LoraConfig, Part, PartKind, Resolved, Targets};
 use crate::files::short;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 /// The name of the weights in a folder of mlx-lm's.
@@ -102,11 +102,13 @@ pub(super) fn parse_config(
     Ok((config, base))
 }
 
-/// Has a configuration without `keys` choose those of its layers that the file has A or B of. To mlx-lm it means all linear
-/// layers, of which those without tensors stay as they are: until October 2025 it meant a few of each family, such as
-/// `self_attn.q_proj` and `self_attn.v_proj`.
+/// Has a configuration without `keys` choose those linear layers that the file has A or B of, where each of its decoder
+/// layers has the same. To mlx-lm it means all linear layers, of which those without tensors stay as they are: until October
+/// 2025 it meant a few of each family, such as `self_attn.q_proj` and `self_attn.v_proj`. What is missing otherwise, such as
+/// the last layers, is of another base.
 pub(super) fn fit(
     config: &mut LoraConfig,
+    file: &Path,
     in_file: &HashSet<&str>,
     paths: &[String],
     layer_count: usize,
@@ -115,13 +117,28 @@ pub(super) fn fit(
         return Ok(());
     }
     let all = config.resolve(paths, layer_count)?;
-    let count = all.len();
-    let found: Vec<String> = all
-        .into_iter()
-        .map(|layer| layer.path)
-        .filter(|path| in_file.contains(path.as_str()))
-        .collect();
-    if !found.is_empty() && found.len() < count {
+    let is_found = |path: &&str| in_file.contains(path);
+    let mut keys: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
+    for path in all.iter().map(|layer| layer.path.as_str()) {
+        let Some((layer, key)) = layer_and_key(path) else { continue };
+        let keys = keys.entry(layer).or_default();
+        if is_found(&path) {
+            keys.push(key);
+        }
+    }
+    let mut keys = keys.into_values();
+    let first = keys.next().unwrap_or_default();
+    if first.is_empty() || keys.any(|other| other != first) {
+        return Ok(());
+    }
+    let found: Vec<String> =
+        all.iter().map(|layer| layer.path.as_str()).filter(is_found).map(String::from).collect();
+    if found.len() < all.len() {
+        tracing::warn!(
+            "{}: has tensors of {} alone, and no keys are in {ADAPTER_CONFIG}; the other linear layers stay as they are",
+            file.display(),
+            first.join(", ")
+        );
         config.choose(found);
     }
     Ok(())

@@ -163,7 +163,7 @@ impl AdapterFile {
                 let halves = [".lora_a", ".lora_b"];
                 let layer = |name| halves.iter().find_map(|half| str::strip_suffix(name, half));
                 let in_file = self.weights.names().filter_map(layer).collect();
-                mlx::fit(config, &in_file, paths, layer_count)
+                mlx::fit(config, &self.path, &in_file, paths, layer_count)
             }
         }
     }
