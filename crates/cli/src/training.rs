@@ -29,7 +29,8 @@ use metal_candle::model::{Config, Holding, Model, Placement};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
     Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, Task, TensorBoard,
-    TrainOptions, Trainer, eva, latest_checkpoint, layer_ranks, metrics, total_steps,
+    TrainOptions, Trainer, eva, latest_checkpoint, layer_ranks, metrics, run_steps, total_steps,
+    total_steps_resumed,
 };
 use metal_candle::{Error, files};
 use serde::Serialize;
@@ -246,11 +247,13 @@ impl Run {
             false => None,
         };
         let batches = train.batch_count(0);
-        let steps = total_steps(
-            settings.duration(),
-            |epoch| train.batch_count(epoch),
-            settings.grad_accumulation,
-        )?;
+        let before = start.resume.as_ref().map(|resume| run_steps(resume.from())).transpose()?;
+        let (duration, accumulation) = (settings.duration(), settings.grad_accumulation);
+        let of_epoch = |epoch| train.batch_count(epoch);
+        let steps = match before.flatten() {
+            Some(before) => total_steps_resumed(duration, of_epoch, accumulation, before)?,
+            None => total_steps(duration, of_epoch, accumulation)?,
+        };
         let options =
             settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?)?;
         options.validate().map_err(usage)?;

@@ -384,6 +384,15 @@ pub fn batch_rows(folder: impl AsRef<Path>) -> Result<Option<usize>> {
     in_newest(folder.as_ref(), "/fingerprint/batch_size")
 }
 
+/// The optimiser steps of a whole run, from a checkpoint or from the newest one of a run's folder that can be read. `None`
+/// where there is none.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn run_steps(folder: impl AsRef<Path>) -> Result<Option<u64>> {
+    in_newest(folder.as_ref(), "/fingerprint/total_steps")
+}
+
 /// What stands at a place of the state of a checkpoint, or of the newest one of a run's folder that has it.
 fn in_newest<T: DeserializeOwned>(folder: &Path, pointer: &str) -> Result<Option<T>> {
     let checkpoints = match folder.join(STATE).is_file() {

@@ -21,7 +21,7 @@ pub mod tensorboard;
 mod trainer;
 
 pub use base::know_base;
-pub use checkpoint::{batch_rows, latest as latest_checkpoint, layer_ranks};
+pub use checkpoint::{batch_rows, latest as latest_checkpoint, layer_ranks, run_steps};
 pub use evaluate::{Evaluation, TOKEN_ACCURACY, evaluate};
 pub use gradients::Gradients;
 pub use lock::FolderLock;
@@ -31,7 +31,10 @@ pub use optimizer::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
     OptimizerPlacement, SgdOptions,
 };
-pub use options::{ActivationPlacement, BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
+pub use options::{
+    ActivationPlacement, BestBy, Duration, MAX_STEPS, TrainOptions, total_steps,
+    total_steps_resumed,
+};
 pub use references::FILE as REFERENCES;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use task::Task;

@@ -254,9 +254,43 @@ pub fn total_steps(
     checked(epochs * of_last + others)
 }
 
+/// [`total_steps`] of a run that goes on, which had `before`. Runs used to have as many steps of each epoch as of the first;
+/// one of the same epochs keeps that number, and with it its learning rates.
+///
+/// # Errors
+/// As [`total_steps`].
+pub fn total_steps_resumed(
+    duration: Duration,
+    batches: impl Fn(usize) -> usize,
+    accumulation: usize,
+    before: u64,
+) -> Result<u64> {
+    let first = batches(0);
+    let alike = total_steps(duration, |_| first, accumulation)?;
+    if alike == before { Ok(alike) } else { total_steps(duration, batches, accumulation) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_goes_on_keeps_the_steps_that_its_epochs_had() {
+        // More in later epochs, and fewer.
+        for later in [11, 9] {
+            let batches = |epoch: usize| if epoch == 0 { 10 } else { later };
+            let steps = |epochs, before| {
+                total_steps_resumed(Duration::Epochs(epochs), batches, 1, before).unwrap()
+            };
+            let now = 10 + 3 * later as u64;
+            assert_eq!(total_steps(Duration::Epochs(4.0), batches, 1).unwrap(), now);
+            assert_eq!((steps(4.0, 40), steps(4.0, now)), (40, now));
+            // It is made longer.
+            assert_eq!(steps(4.0, 30), now);
+        }
+        let steps = |before| total_steps_resumed(Duration::Steps(7), |_| 10, 1, before).unwrap();
+        assert_eq!((steps(7), steps(5)), (7, 7));
+    }
 
     #[test]
     fn the_steps_of_epochs_are_those_of_each_epoch() {
