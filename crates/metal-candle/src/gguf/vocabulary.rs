@@ -49,7 +49,8 @@ const SPACE: char = '▁';
 /// The longest token, in bytes, whose merges are made: their number grows with the length, their making with its square.
 const LONGEST_MERGED: usize = 512;
 /// The bytes of the halves of all merges that are made, at most: tokens of one letter, each longer by one than the one before,
-/// have as many merges as the square of their number, where real vocabularies have a few a token.
+/// have as many merges as the square of their number, where real vocabularies have a few a token. In memory a short merge is
+/// some 15 times as large as its halves, so this is about 1 GB while a tokenizer is read.
 const MOST_MERGED: usize = 64 << 20;
 /// More than that are in no vocabulary.
 const MOST_TOKENS: usize = 1 << 24;
