@@ -145,7 +145,11 @@ impl Run {
             return Err(usage(format!("test: there is no test.jsonl in {data}")));
         }
         let folder = match (&settings.from_config, &settings.model) {
-            (Some(path), _) if path.is_file() => path.parent().unwrap_or(Path::new(".")).into(),
+            (Some(path), _) if path.is_file() => match path.parent() {
+                // The folder of a bare name has no name.
+                Some(folder) if !folder.as_os_str().is_empty() => folder.into(),
+                _ => PathBuf::from("."),
+            },
             (Some(folder), _) => folder.clone(),
             (None, Some(model)) => models::resolve(model, settings.revision.as_deref(), terminal)?,
             (None, None) => return Err(usage("no model: give --model")),

@@ -240,6 +240,17 @@ fn a_bad_line_in_a_log_is_set_aside_and_the_run_goes_on() {
 }
 
 #[test]
+fn a_configuration_may_be_a_file_of_the_working_folder() {
+    let place = Place::with_model();
+    let train = ["train", "--from-config", "config.json", "--fine-tune-type", "full"];
+    let more = ["--data", "../data", "--output", "../new", "--steps", "1", "-q"];
+    let mut command = place.command(&[&train[..], &more].concat());
+    let output = command.current_dir(place.path("shape")).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(place.path("new/tokenizer.json").is_file());
+}
+
+#[test]
 fn paths_of_a_runs_settings_are_named_in_another_folder() {
     let place = Place::with_model();
     place.ok(&with(&["--steps", "1", "-q"]));

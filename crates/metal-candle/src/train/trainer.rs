@@ -675,15 +675,17 @@ impl<'a> Trainer<'a> {
                 ),
             ));
         }
-        let canonical = |path: &Path| path.canonicalize().ok();
         if self.adapter.is_full()
-            && let Some(companions) = self.companions.as_deref().and_then(canonical)
-            && canonical(&self.output) == Some(companions)
+            && let Some(companions) = &self.companions
         {
-            return Err(Error::file(
-                &self.output,
-                "is the folder of the base model, which would be overwritten; give another output folder",
-            ));
+            // One that is gone would be noticed at the first checkpoint.
+            let companions = companions.canonicalize().map_err(Error::io(companions))?;
+            if self.output.canonicalize().is_ok_and(|output| output == companions) {
+                return Err(Error::file(
+                    &self.output,
+                    "is the folder of the base model, which would be overwritten; give another output folder",
+                ));
+            }
         }
         Ok(())
     }

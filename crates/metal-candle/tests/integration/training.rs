@@ -582,6 +582,18 @@ fn a_new_run_does_not_begin_over_an_old_one_or_over_its_base() {
         .with_companions(base());
     let error = trainer.run(&mut quiet).unwrap_err().to_string();
     assert!(error.contains("overwritten"), "{error}");
+    let other = tempfile::tempdir().unwrap();
+    let mut trainer =
+        Trainer::new(&full, &every_weight, &batches, options(), other.path(), "llama")
+            .unwrap()
+            .with_companions(other.path().join("gone"));
+    let mut events = 0;
+    let mut count = |_: &Metric| -> Result<()> {
+        events += 1;
+        Ok(())
+    };
+    let error = trainer.run(&mut count).unwrap_err().to_string();
+    assert!(error.contains("gone") && events == 0, "{error}");
 
     let patient = TrainOptions { patience: Some(2), ..options() };
     let empty = tempfile::tempdir().unwrap();
