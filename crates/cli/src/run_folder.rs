@@ -5,16 +5,16 @@ use crate::interrupt;
 use crate::models::same_folder;
 use crate::output::shell_word;
 use crate::settings::file::File;
-use crate::settings::{FineTuneType, Settings};
+use crate::settings::{FineTuneType, Settings, yaml};
 use anyhow::Context;
 use candle_core::Device;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
 use metal_candle::model::Shards;
 use metal_candle::parallel::Group;
 use metal_candle::text::CHAT_TEMPLATE;
-use metal_candle::train::{FolderLock, REFERENCES, latest_checkpoint};
+use metal_candle::train::{FolderLock, REFERENCES, TensorBoard, latest_checkpoint};
 use metal_candle::{Error, files};
-use serde_yaml_ng::Mapping;
+use serde_yaml_ng::{Mapping, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -127,15 +127,9 @@ impl Resume {
     pub fn run(&self) -> Option<PathBuf> {
         match self {
             Self::Newest(run) | Self::Again { run, .. } => Some(run.clone()),
+            // By the name that was given, where that says it: what a link leads to may lie elsewhere.
             Self::At(checkpoint) => {
-                let parent = parent_of(checkpoint).filter(|path| path.ends_with(CHECKPOINTS))?;
-                let run = parent.parent().filter(|run| run.join(CONFIG).is_file())?;
-                // By the name that was given, where it leads there.
-                let given = checkpoint
-                    .parent()
-                    .and_then(Path::parent)
-                    .map(|given| if given.as_os_str().is_empty() { Path::new(".") } else { given });
-                Some(given.filter(|given| same_folder(given, run)).unwrap_or(run).to_path_buf())
+                run_of(checkpoint).or_else(|| run_of(&checkpoint.canonicalize().ok()?))
             }
         }
     }
@@ -148,6 +142,16 @@ impl Resume {
                 .is_some_and(|parent| same_folder(&parent, &output.join(CHECKPOINTS))),
         }
     }
+}
+
+/// The folder of the run that a checkpoint belongs to by its path.
+fn run_of(checkpoint: &Path) -> Option<PathBuf> {
+    let parent = checkpoint.parent().filter(|path| path.ends_with(CHECKPOINTS))?;
+    let run = match parent.parent()? {
+        run if run.as_os_str().is_empty() => Path::new("."),
+        run => run,
+    };
+    is_run(run).then(|| run.to_path_buf())
 }
 
 /// The folder that a folder lies in, whatever it is called by.
@@ -220,13 +224,15 @@ fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
         return Ok(());
     }
     let full = settings.fine_tune_type == FineTuneType::Full;
-    if !output.join(CONFIG).is_file() {
-        return check_foreign(output, full);
+    let Some(saved) = settings_in(output) else { return check_foreign(output, full) };
+    let of_run = trains_every_weight(&saved);
+    if full && !of_run {
+        refuse(output, &model_files(output)?, "the run in it has trained an adapter")?;
     }
     if start.overwrite {
-        return to_remove(output).map(drop);
+        return Ok(());
     }
-    let model = full && output.join(MODEL_CONFIG).exists();
+    let model = (full || of_run) && output.join(MODEL_CONFIG).exists();
     let adapter = ADAPTERS.iter().any(|name| output.join(name).exists());
     if model || adapter || latest_checkpoint(output)?.is_some() {
         return Err(usage(format!(
@@ -239,21 +245,29 @@ fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
 }
 
 /// That a folder without the settings of a run has nothing by the names that a run's files have: it is somebody else's.
+/// Event files are no such files, as a run only adds one to those that are there.
 fn check_foreign(output: &Path, full: bool) -> anyhow::Result<()> {
-    let model = [MODEL_CONFIG].into_iter().filter(|_| full);
-    let names = FILES.into_iter().chain([EVENTS]).chain(model);
+    let names = FILES.into_iter().chain([CONFIG]);
     let mut found: Vec<String> =
         names.filter(|name| output.join(name).exists()).map(String::from).collect();
+    if full {
+        found.extend(model_files(output)?);
+    }
     if let Some(checkpoint) = latest_checkpoint(output)? {
         let name = checkpoint.strip_prefix(output).unwrap_or(&checkpoint);
         found.push(name.display().to_string());
     }
+    refuse(output, &found, &format!("it has no {CONFIG} of a run"))
+}
+
+/// Refuses a folder with files that are somebody else's, if there are any, and says why they are.
+fn refuse(output: &Path, found: &[String], why: &str) -> anyhow::Result<()> {
     if found.is_empty() {
         return Ok(());
     }
     Err(usage(format!(
-        "output: {} holds {}, which no run has left there (it has no {CONFIG}); a run replaces only a run's files, also with \
-         --overwrite; choose another folder with --output",
+        "output: {} holds {}, which no run has left there ({why}); a run replaces only a run's files, also with --overwrite; \
+         choose another folder with --output",
         output.display(),
         found.join(", ")
     )))
@@ -262,14 +276,13 @@ fn check_foreign(output: &Path, full: bool) -> anyhow::Result<()> {
 /// That nothing which a new run reads is removed with the run that it takes the place of. Each input has its key.
 pub fn check_inputs(output: &Path, inputs: &[(&str, Option<&Path>)]) -> anyhow::Result<()> {
     let Ok(folder) = output.canonicalize() else { return Ok(()) };
-    if !folder.join(CONFIG).is_file() {
-        return Ok(());
-    }
-    let mut removed = to_remove(&folder)?;
-    removed.extend([CHECKPOINTS, EVENTS].map(|name| folder.join(name)));
+    let Some(saved) = settings_in(&folder) else { return Ok(()) };
+    let mut removed = to_remove(&folder, &saved)?;
+    // It may be a link.
+    removed.extend(folder.join(CHECKPOINTS).canonicalize());
     for (key, input) in inputs {
         let Some(path) = input.and_then(|path| path.canonicalize().ok()) else { continue };
-        if removed.iter().any(|it| path.starts_with(it) || it.parent() == Some(path.as_path())) {
+        if path == folder || removed.iter().any(|it| path.starts_with(it)) {
             return Err(usage(format!(
                 "{key}: {} is of the run in the output folder, {}, whose files go when another run begins there; choose another \
                  folder with --output",
@@ -284,15 +297,15 @@ pub fn check_inputs(output: &Path, inputs: &[(&str, Option<&Path>)]) -> anyhow::
 /// Removes what an earlier run left, if `overwrite` or if it ended before its first checkpoint. A folder without the
 /// settings of a run holds none, and keeps everything.
 ///
-/// Whenever this is interrupted, the earlier run is there as it was at one of its checkpoints, or can't be resumed and is
-/// removed by the next one: the checkpoints go first, the newest one before those that it followed, then the result, and
-/// the settings that say what it was go last.
+/// The checkpoints go first, the newest one before those that it followed, then the result, and the settings that say what
+/// it was go last. Where this is interrupted, the run can be resumed from a checkpoint that is left, though the result
+/// beside it may be of later steps; without one it can't be, and the next run removes what is left.
 pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
-    let is_run = output.join(CONFIG).is_file();
-    if !is_run || (!overwrite && !output.join(METRICS).exists()) {
+    let Some(saved) = settings_in(output) else { return Ok(()) };
+    if !overwrite && !output.join(METRICS).exists() {
         return Ok(());
     }
-    let to_remove = to_remove(output)?;
+    let to_remove = to_remove(output, &saved)?;
     let checkpoints = output.join(CHECKPOINTS);
     // What was being replaced when an earlier run was killed comes back, and goes with the others.
     files::remove_stale_partials(&checkpoints)?;
@@ -300,44 +313,68 @@ pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
         files::remove_folder_atomic(newest)?;
     }
     remove_file(&checkpoints.join(REFERENCES))?;
-    match std::fs::remove_dir(&checkpoints) {
-        // Something else is in it.
-        Err(error) if error.kind() == std::io::ErrorKind::DirectoryNotEmpty => {}
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io(&checkpoints)(error)).context(NOT_REMOVED);
-        }
-        _ => {}
-    }
-    files::remove_folder_atomic(output.join(EVENTS))?;
+    remove_if_empty(&checkpoints)?;
+    let events = output.join(EVENTS);
+    TensorBoard::files_in(&events)?.iter().try_for_each(|path| remove_file(path))?;
+    remove_if_empty(&events)?;
     to_remove.iter().try_for_each(|path| remove_file(path))
 }
 
-/// The files of the run in a folder, in the order in which they go.
-fn to_remove(output: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let config = output.join(CONFIG);
+/// The files of the run with these settings in a folder, in the order in which they go.
+fn to_remove(output: &Path, saved: &Mapping) -> anyhow::Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
-    if trains_every_weight(&config)? {
+    if trains_every_weight(saved) {
         // What was copied beside a whole model, too, so that no template of it is taken for the next run's.
         if output.join(MODEL_CONFIG).is_file() {
             paths.extend(files::companions(output)?);
         }
-        paths.extend(weights(output)?.into_iter().map(|name| output.join(name)));
-        paths.push(output.join(MODEL_CONFIG));
+        paths.extend(model_files(output)?.into_iter().map(|name| output.join(name)));
     }
     paths.extend(FILES.map(|name| output.join(name)));
-    paths.push(config);
+    paths.push(output.join(CONFIG));
     Ok(paths)
 }
 
+/// Whether there is a run in a folder.
+fn is_run(folder: &Path) -> bool {
+    settings_in(folder).is_some()
+}
+
+/// The settings of the run in a folder; `None` if there is none. Other programs have files of that name, too: a run writes
+/// all of its settings, these among them.
+fn settings_in(folder: &Path) -> Option<Mapping> {
+    const ALWAYS: [&str; 3] = ["fine_tune_type", "save_every", "skip_limit"];
+    let config = folder.join(CONFIG);
+    if !config.is_file() {
+        return None;
+    }
+    let Value::Mapping(saved) = yaml::read(&config).ok()? else { return None };
+    ALWAYS.iter().all(|key| saved.contains_key(*key)).then_some(saved)
+}
+
 /// Whether a run's result is a whole model, by its settings; beside an adapter a model is somebody else's.
-fn trains_every_weight(config: &Path) -> anyhow::Result<bool> {
-    let text = std::fs::read(config).map_err(Error::io(config))?;
-    let saved: Mapping = serde_yaml_ng::from_slice(&text).map_err(|error| {
-        let expected = "expected the settings of a run; remove what is in its folder by hand, or choose another with --output";
-        usage(format!("{}: is not a mapping ({error}); {expected}", config.display()))
-    })?;
-    let full = serde_yaml_ng::to_value(FineTuneType::Full)?;
-    Ok(saved.get("fine_tune_type") == Some(&full))
+fn trains_every_weight(saved: &Mapping) -> bool {
+    saved.get("fine_tune_type").and_then(Value::as_str) == Some("full")
+}
+
+/// Removes a folder that nothing is left in. One that is a link or a mount stays, so that the next run has its files there,
+/// too.
+fn remove_if_empty(folder: &Path) -> anyhow::Result<()> {
+    use std::io::ErrorKind;
+    match std::fs::remove_dir(folder) {
+        Err(error)
+            if !matches!(
+                error.kind(),
+                ErrorKind::DirectoryNotEmpty
+                    | ErrorKind::NotADirectory
+                    | ErrorKind::NotFound
+                    | ErrorKind::ResourceBusy
+            ) =>
+        {
+            Err(Error::io(folder)(error)).context(NOT_REMOVED)
+        }
+        _ => Ok(()),
+    }
 }
 
 fn remove_file(path: &Path) -> anyhow::Result<()> {
@@ -349,8 +386,8 @@ fn remove_file(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// The files of a model's weights in a folder.
-fn weights(folder: &Path) -> anyhow::Result<Vec<String>> {
+/// The files of a model in a folder, its weights first.
+fn model_files(folder: &Path) -> anyhow::Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(Error::io(folder))? {
         let name = entry.map_err(Error::io(folder))?.file_name().to_string_lossy().into_owned();
@@ -360,6 +397,8 @@ fn weights(folder: &Path) -> anyhow::Result<Vec<String>> {
             names.push(name);
         }
     }
+    names.sort();
+    names.extend(folder.join(MODEL_CONFIG).exists().then(|| MODEL_CONFIG.to_string()));
     Ok(names)
 }
 

@@ -11,7 +11,7 @@ mod sources;
 mod unused;
 mod values;
 mod words;
-mod yaml;
+pub mod yaml;
 
 pub use data::{Data, DataFlags, Entry};
 pub use defaults::told;

@@ -346,20 +346,67 @@ fn what_no_run_has_left_in_a_folder_stays() {
     for more in [&[][..], &["--overwrite"]] {
         let arguments = [&["--steps", "1", "-q", "-o", "mine"], more].concat();
         let stderr = place.fails(2, &with(&arguments));
-        let expected =
-            "mine holds metrics.jsonl, loss.png, tensorboard, which no run has left there";
+        let expected = "mine holds metrics.jsonl, loss.png, which no run has left there";
         assert!(stderr.contains(expected), "{stderr}");
     }
+    // Nor does another program's file of settings make a run of it.
+    place.write("mine/train_config.yaml", "lr: 3");
+    let stderr = place.fails(2, &with(&["--steps", "1", "-q", "-o", "mine"]));
+    assert!(stderr.contains("train_config.yaml, which no run has left there"), "{stderr}");
+    assert_eq!(place.read("mine/train_config.yaml"), "lr: 3");
     mine.iter().for_each(|name| assert_eq!(place.read(&format!("mine/{name}")), "mine"));
+    // What TensorBoard is told to watch before there is a run is in nobody's way.
+    std::fs::create_dir_all(place.path("watched/tensorboard")).unwrap();
+    place.ok(&with(&["--steps", "1", "-q", "-o", "watched"]));
 
     // What stands beside a run's files does so, too, as a model beside an adapter.
-    let beside = ["checkpoints/mine/a.pt", "config.json", "model.safetensors", "tokenizer.json"];
+    let beside = [
+        "checkpoints/mine/a.pt",
+        "tensorboard/mine/events",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
     beside.iter().for_each(|name| place.write(&format!("run/{name}"), "mine"));
     place.ok(&with(&["--steps", "2", "-q", "-o", "run"]));
+    place.write("run/tensorboard/events.out.tfevents.1", "");
     place.ok(&with(&["--steps", "1", "-q", "-o", "run", "--overwrite"]));
     beside.iter().for_each(|name| assert_eq!(place.read(&format!("run/{name}")), "mine"));
+    assert!(!place.path("run/tensorboard/events.out.tfevents.1").exists());
     assert!(!place.path("run/checkpoints/step-00000002").exists());
     assert!(place.path("run/checkpoints/step-00000001").exists());
+    // A run that would write a model doesn't take that one's place.
+    let full = ["train", "-d", "data", "-m", "base", "--fine-tune-type", "full", "--steps", "1"];
+    let stderr = place.fails(2, &[&full[..], &["-q", "-o", "run", "--overwrite"]].concat());
+    assert!(stderr.contains("model.safetensors, config.json, which no run has left"), "{stderr}");
+    beside.iter().for_each(|name| assert_eq!(place.read(&format!("run/{name}")), "mine"));
+
+    // A whole model that a run has left is as precious as an adapter, whatever follows.
+    place.ok(&[&full[..], &["-q", "-o", "whole"]].concat());
+    std::fs::remove_dir_all(place.path("whole/checkpoints")).unwrap();
+    let stderr = place.fails(2, &with(&["--steps", "1", "-q", "-o", "whole"]));
+    assert!(stderr.contains("whole holds a run already"), "{stderr}");
+    assert!(place.path("whole/model.safetensors").is_file());
+}
+
+#[test]
+fn checkpoints_may_lie_behind_a_link() {
+    let place = Place::with_model();
+    std::fs::create_dir_all(place.path("large/kept")).unwrap();
+    std::fs::create_dir(place.path("run")).unwrap();
+    std::os::unix::fs::symlink("../large/kept", place.path("run/checkpoints")).unwrap();
+    let steps = |steps, more: &[&'static str]| [&["--steps", steps, "-q"], more].concat();
+    place.ok(&with(&steps("2", &["-o", "run"])));
+    let checkpoint = "run/checkpoints/step-00000002";
+    // By its name, whose run is where that says, and not where the link leads.
+    place.ok(&with(&steps("3", &["--resume", checkpoint])));
+    assert!(place.path("large/kept/step-00000003").is_dir());
+    let begins = ["-o", "run", "--overwrite", "--init-adapter", "run/checkpoints/step-00000003"];
+    let stderr = place.fails(2, &with(&steps("1", &begins)));
+    assert!(stderr.contains("init_adapter: ") && stderr.contains("choose another"), "{stderr}");
+    place.ok(&with(&steps("1", &["-o", "run", "--overwrite"])));
+    assert!(!place.path("large/kept/step-00000003").exists());
+    assert!(place.path("large/kept/step-00000001").is_dir());
 }
 
 #[test]

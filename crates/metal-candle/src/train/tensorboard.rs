@@ -77,6 +77,27 @@ impl TensorBoard {
         Ok(writer)
     }
 
+    /// The event files in a folder, which none may be.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the folder cannot be read.
+    pub fn files_in(folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+        let folder = folder.as_ref();
+        let entries = match std::fs::read_dir(folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(Error::io(folder)(error)),
+        };
+        let mut files = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(Error::io(folder))?;
+            if entry.file_name().to_string_lossy().starts_with(FILE_NAME) {
+                files.push(entry.path());
+            }
+        }
+        Ok(files)
+    }
+
     /// The event file.
     pub fn path(&self) -> &Path {
         &self.path
@@ -166,17 +187,7 @@ impl MetricsSink for TensorBoard {
 /// Cuts the event files in `folder` off where what happened after `position` begins, or where a
 /// record is incomplete.
 fn truncate_after(folder: &Path, position: Position) -> Result<()> {
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::io(folder)(error)),
-    };
-    for entry in entries {
-        let entry = entry.map_err(Error::io(folder))?;
-        let path = entry.path();
-        if !entry.file_name().to_string_lossy().starts_with(FILE_NAME) {
-            continue;
-        }
+    for path in TensorBoard::files_in(folder)? {
         let content = std::fs::read(&path).map_err(Error::io(&path))?;
         let mut kept = 0;
         let end = loop {
