@@ -16,7 +16,7 @@ use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
 use metal_candle::engine::{Engine, EngineOptions, Request};
-use metal_candle::files::{plain, write_atomic};
+use metal_candle::files::{BYTE_ORDER_MARK, plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
 use metal_candle::model::Quantization;
 use metal_candle::text::{Message, Tokenizer};
@@ -379,9 +379,6 @@ fn answer(
     Ok(has_all.then_some(Counts { prompt_tokens, tokens, seconds }))
 }
 
-/// What some programs begin a file with.
-const BYTE_ORDER_MARK: char = '\u{feff}';
-
 /// The lines of a file of prompts, each checked before the first is answered.
 fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
     let file = File::open(path).map_err(metal_candle::Error::io(path))?;
@@ -390,7 +387,7 @@ fn read(path: &Path, given: &Given) -> anyhow::Result<Vec<Asked>> {
     for (number, line) in (1..).zip(BufReader::new(file).lines()) {
         let mut line = line.with_context(|| format!("{}:{number}", path.display()))?;
         if number == 1 && line.starts_with(BYTE_ORDER_MARK) {
-            line.remove(0);
+            line.drain(..BYTE_ORDER_MARK.len());
         }
         if line.trim().is_empty() {
             continue;

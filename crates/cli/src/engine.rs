@@ -1,7 +1,7 @@
 //! The engine that writes a command's texts: its options as flags, and one text after the other.
 
 use crate::errors::usage;
-use crate::models::{self, Loaded};
+use crate::models::{self, Loaded, Source};
 use crate::output::{Terminal, grouped};
 use anyhow::Context;
 use clap::Args;
@@ -9,6 +9,7 @@ use metal_candle::engine::{
     CacheDtype, Engine, EngineOptions, Event, Finished, Request, RequestId, Statistics,
 };
 use metal_candle::generate::{FinishReason, GenerateOptions, Piece};
+use metal_candle::gguf::is_gguf;
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
 use std::collections::HashMap;
@@ -101,6 +102,25 @@ impl Writing {
         }
     }
 
+    /// That the smaller model, if one is asked for, has the vocabulary of the model that is about to be loaded. It may come
+    /// without a tokenizer, as texts are read and written by the larger one's.
+    pub fn check_draft(&self, source: &Source, terminal: Terminal) -> anyhow::Result<()> {
+        let Some(name) = &self.draft_model else { return Ok(()) };
+        let folder = models::resolve(name, None, terminal)?;
+        if !is_gguf(&folder) && !folder.join("tokenizer.json").exists() {
+            return Ok(());
+        }
+        let draft = Tokenizer::load(&folder).with_context(|| format!("the draft model {name}"))?;
+        let model = Tokenizer::load(&source.folder(terminal)?)?;
+        match draft.first_difference(&model) {
+            Some(id) => {
+                let both = [("draft model", &draft), ("model", &model)];
+                Err(models::another_vocabulary("draft_model", id, both))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// The smaller model beside this one, if one is asked for.
     pub fn draft_model(
         &self,
@@ -108,14 +128,8 @@ impl Writing {
         terminal: Terminal,
     ) -> anyhow::Result<Option<Arc<Model>>> {
         let Some(name) = &self.draft_model else { return Ok(None) };
-        let Loaded { model, tokenizer, .. } = loaded;
         let folder = models::resolve(name, None, terminal)?;
-        let of_draft =
-            Tokenizer::load(&folder).with_context(|| format!("the draft model {name}"))?;
-        if let Some(id) = of_draft.first_difference(tokenizer) {
-            let (draft, model) = (("draft model", &of_draft), ("model", tokenizer));
-            return Err(models::another_vocabulary("draft_model", id, draft, model));
-        }
+        let model = &loaded.model;
         let draft = Model::load(&folder, model.dtype(), model.device())
             .with_context(|| format!("the draft model {name}"))?;
         Ok(Some(Arc::new(draft)))

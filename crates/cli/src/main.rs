@@ -49,7 +49,7 @@ struct Cli {
     /// Say more on stderr; -vv says still more
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Messages")]
     verbose: u8,
-    /// Say only errors on stderr, and show no progress
+    /// Say only errors on stderr, and where a run isn't as its file says; show no progress
     #[arg(short, long, global = true, help_heading = "Messages")]
     quiet: bool,
     #[command(subcommand)]
@@ -348,6 +348,7 @@ mod tests {
             "train --train --model x --data y --iters 4 --mask-prompt --num-layers 8 --adapter-path z",
             "train -m x -d y --lora-rank 4 --lora-alpha 8 --lora-r 4 --num-epochs 1 --lr 1e-4",
             "train -m x -d y --num-train-epochs 1 --per-device-train-batch-size 1",
+            "train -m x -d y --max_steps 5 --num_train_epochs 3 --optim paged_lion_32bit",
             "train --model_name_or_path x -d y --gradient_accumulation_steps 2 --bf16 True --packing true",
             "train -m x -d y --gradient-accumulation-steps 4 --max-steps 3 --eval_strategy steps",
             "train -m x -d y --output-dir z --logging-steps 1 --lr-scheduler-type cosine --warmup_ratio 0.1",

@@ -301,14 +301,10 @@ impl Source {
 }
 
 /// That a token of one model is none, or another one, of the model beside it; each with what it is called.
-pub fn another_vocabulary(
-    key: &str,
-    id: u32,
-    (name, tokenizer): (&str, &Tokenizer),
-    (other_name, other): (&str, &Tokenizer),
-) -> anyhow::Error {
-    let [token, other] =
-        [tokenizer, other].map(|it| it.id_to_token(id).map_or("nothing".into(), |it| cut(&it)));
+pub fn another_vocabulary(key: &str, id: u32, both: [(&str, &Tokenizer); 2]) -> anyhow::Error {
+    let [(name, token), (other_name, other)] = both.map(|(name, tokenizer)| {
+        (name, tokenizer.id_to_token(id).map_or("nothing".into(), |token| cut(&token)))
+    });
     usage(format!(
         "{key}: has another vocabulary than the {other_name}: token {id} is {token} of the {name} and {other} of the \
          {other_name}; expected models with the same tokenizer"

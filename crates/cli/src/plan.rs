@@ -30,7 +30,8 @@ pub struct Plan {
     pub tokens_per_epoch: u64,
     pub objective: String,
     pub optimizer: String,
-    pub peak_learning_rate: f64,
+    /// None where the optimiser makes its own.
+    pub peak_learning_rate: Option<f64>,
     pub memory: Memory,
     /// What computes, in which dtype, and why that was taken.
     pub compute: String,
@@ -151,11 +152,7 @@ impl Plan {
             ));
         }
         rows.push(("Optimizer", self.optimizer.clone()));
-        let rate = match settings.relative_step {
-            Some(true) => "1 over the root of the step, at most 0.01 (relative_step)".into(),
-            _ => format!("{:e} at its peak", self.peak_learning_rate),
-        };
-        rows.push(("Learning rate", rate));
+        rows.push(("Learning rate", rate(self.peak_learning_rate, settings)));
         rows.push(("Computes", self.compute.clone()));
         rows.push((
             "Memory",
@@ -173,6 +170,21 @@ impl Plan {
         ));
         rows.push(("Output", settings.output.display().to_string()));
         table(&rows)
+    }
+}
+
+/// The learning rate, which Adafactor may make by itself.
+fn rate(peak: Option<f64>, settings: &Settings) -> String {
+    let rate = match peak {
+        Some(peak) => format!("{peak:e} at its peak"),
+        None if settings.warmup_init == Some(true) => {
+            "1 over the root of the step, at most 0.000001 times the step (relative_step, warmup_init)".into()
+        }
+        None => "1 over the root of the step, at most 0.01 (relative_step)".into(),
+    };
+    match settings.scale_parameter {
+        Some(true) => format!("{rate}, times the size of each parameter (scale_parameter)"),
+        _ => rate,
     }
 }
 
@@ -396,6 +408,24 @@ pub fn length_warnings(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rate_that_the_optimizer_makes_is_told_as_it_makes_it() {
+        let told = |peak, warmup_init, scale_parameter| {
+            let (warmup_init, scale_parameter) = (Some(warmup_init), Some(scale_parameter));
+            rate(peak, &Settings { warmup_init, scale_parameter, ..Settings::default() })
+        };
+        assert_eq!(told(Some(1e-4), false, false), "1e-4 at its peak");
+        assert!(told(None, false, false).contains("at most 0.01 (relative_step)"));
+        assert!(told(None, true, false).contains("at most 0.000001 times the step"));
+        for (peak, warmup_init) in [(Some(1e-4), false), (None, false), (None, true)] {
+            let told = told(peak, warmup_init, true);
+            assert!(
+                told.ends_with(", times the size of each parameter (scale_parameter)"),
+                "{told}"
+            );
+        }
+    }
 
     #[test]
     fn patterns_are_about_layers_that_are_adapted() {

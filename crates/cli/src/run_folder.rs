@@ -5,7 +5,7 @@ use crate::interrupt;
 use crate::models::same_folder;
 use crate::output::shell_word;
 use crate::settings::file::File;
-use crate::settings::{FineTuneType, Settings, yaml};
+use crate::settings::{FineTuneType, Settings, is_full, yaml};
 use anyhow::Context;
 use candle_core::Device;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
@@ -225,7 +225,8 @@ fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
     }
     let full = settings.fine_tune_type == FineTuneType::Full;
     let Some(saved) = settings_in(output) else { return check_foreign(output, full) };
-    let of_run = trains_every_weight(&saved);
+    // Beside an adapter a model is somebody else's.
+    let of_run = is_full(&saved);
     if full && !of_run {
         refuse(output, &model_files(output)?, "the run in it has trained an adapter")?;
     }
@@ -323,7 +324,7 @@ pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
 /// The files of the run with these settings in a folder, in the order in which they go.
 fn to_remove(output: &Path, saved: &Mapping) -> anyhow::Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
-    if trains_every_weight(saved) {
+    if is_full(saved) {
         // What was copied beside a whole model, too, so that no template of it is taken for the next run's.
         if output.join(MODEL_CONFIG).is_file() {
             paths.extend(files::companions(output)?);
@@ -350,11 +351,6 @@ fn settings_in(folder: &Path) -> Option<Mapping> {
     }
     let Value::Mapping(saved) = yaml::read(&config).ok()? else { return None };
     ALWAYS.iter().all(|key| saved.contains_key(*key)).then_some(saved)
-}
-
-/// Whether a run's result is a whole model, by its settings; beside an adapter a model is somebody else's.
-fn trains_every_weight(saved: &Mapping) -> bool {
-    saved.get("fine_tune_type").and_then(Value::as_str) == Some("full")
 }
 
 /// Removes a folder that nothing is left in. One that is a link or a mount stays, so that the next run has its files there,

@@ -323,7 +323,8 @@ impl Run {
             processes: start.group.size(),
             batches_per_epoch: batches as u64,
             tokens_per_epoch: dataset.report.tokens as u64,
-            peak_learning_rate: plan::highest(&options.learning_rate, steps),
+            peak_learning_rate: (settings.relative_step != Some(true))
+                .then(|| plan::highest(&options.learning_rate, steps)),
             memory: plan::memory(
                 &settings,
                 &model,

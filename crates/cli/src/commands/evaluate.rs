@@ -132,6 +132,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let _lock =
         answers.map(|path| run_folder::hold(FolderLock::acquire_beside(path))).transpose()?;
     let sources = arguments.data.find(Wanted::Measuring(None), terminal)?;
+    writing.check_draft(&arguments.source, terminal)?;
     let loaded = arguments.source.load(
         &arguments.runtime,
         &arguments.placed,

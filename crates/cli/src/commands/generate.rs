@@ -11,6 +11,7 @@ use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use anyhow::Context;
 use clap::Args;
+use metal_candle::files::BYTE_ORDER_MARK;
 use metal_candle::generate::FinishReason;
 use serde::Serialize;
 use std::io::{IsTerminal, Read};
@@ -100,10 +101,9 @@ impl Arguments {
     }
 }
 
-/// A text without what is not part of it: the line feed that echo and editors put at the end, and the byte-order mark that some
-/// put at the beginning.
+/// A text without the line feed that echo and editors put at its end, and without a byte-order mark.
 fn bare(text: &str) -> &str {
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let text = text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text);
     match text.strip_suffix('\n') {
         Some(text) => text.strip_suffix('\r').unwrap_or(text),
         None => text,
@@ -130,6 +130,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if arguments.batch.prompts.is_none() && prompt.trim().is_empty() {
         return Err(usage("prompt: is empty"));
     }
+    arguments.writing.check_draft(&arguments.source, terminal)?;
     let loaded = arguments.source.load_on(
         &arguments.ranks.devices(arguments.runtime.device, &arguments.writing)?,
         &arguments.runtime,

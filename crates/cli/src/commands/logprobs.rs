@@ -5,7 +5,7 @@ use crate::datasets::Wanted;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
-use crate::models::{self, Placed, Runtime, Source, set_threads};
+use crate::models::{self, Placed, Runtime, Source, another_vocabulary, set_threads};
 use crate::output::{Terminal, grouped};
 use crate::progress::Bar;
 use crate::template::TemplateFlags;
@@ -49,11 +49,6 @@ pub struct Arguments {
     placed: Placed,
 }
 
-/// That a token of the student is none, or another one, of the teacher.
-fn another_vocabulary(id: u32, student: &Tokenizer, teacher: &Tokenizer) -> anyhow::Error {
-    models::another_vocabulary("student", id, ("student", student), ("teacher", teacher))
-}
-
 /// Writes what the model says.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     let Arguments { source, student, data, top_k, output, template, runtime, placed } = arguments;
@@ -75,10 +70,11 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
             template.apply(&mut tokenizer)?;
             // Before the model is loaded.
             let teacher = Tokenizer::load(&source.folder(terminal)?)?;
-            match tokenizer.first_difference(&teacher) {
-                Some(id) => return Err(another_vocabulary(id, &tokenizer, &teacher)),
-                None => Some(tokenizer),
+            if let Some(id) = tokenizer.first_difference(&teacher) {
+                let both = [("student", &tokenizer), ("teacher", &teacher)];
+                return Err(another_vocabulary("student", id, both));
             }
+            Some(tokenizer)
         }
     };
     // What the template is told concerns the one that is used.
@@ -95,7 +91,8 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
             batches.dataset().iter().flat_map(|example| example.ids).collect();
         let is_known = |id: &u32| student.id_to_token(*id) == loaded.tokenizer.id_to_token(*id);
         if let Some(id) = used.into_iter().find(|id| !is_known(id)) {
-            return Err(another_vocabulary(id, student, &loaded.tokenizer));
+            let both = [("student", student), ("teacher", &loaded.tokenizer)];
+            return Err(another_vocabulary("student", id, both));
         }
     }
     let stop = interrupt::watch("stopping; nothing is written");

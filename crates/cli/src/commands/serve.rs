@@ -141,7 +141,7 @@ impl Arguments {
                 max_waiting: self.max_waiting,
                 ..self.writing.options_for(&self.at_once)
             },
-            api_keys: api_keys(&self.api_key, variable(API_KEY).as_deref())?,
+            api_keys: api_keys(&self.api_key, variable(API_KEY)?.as_deref())?,
             allow_anyone: self.allow_anyone,
             hub_adapters: self.hub()?,
             max_file: self.max_file.saturating_mul(1 << 20),
@@ -206,14 +206,19 @@ impl Arguments {
 /// The keys of the flags, or else those of the variable, each with commas between them.
 ///
 /// # Errors
-/// When a flag has none: whoever gives it wants the server to be closed.
+/// When one of them has none: whoever gives it wants the server to be closed.
 fn api_keys(flags: &[String], variable: Option<&str>) -> anyhow::Result<Vec<String>> {
-    if flags.iter().any(|flag| keys_of(flag).next().is_none()) {
-        return Err(usage("api_key: is empty, expected a key; leave it out for none"));
+    let flags: Vec<(&str, &str)> = flags.iter().map(|flag| ("api_key", flag.as_str())).collect();
+    let variable = variable.filter(|_| flags.is_empty()).map(|keys| (API_KEY, keys));
+    let mut keys = Vec::new();
+    for (name, list) in flags.into_iter().chain(variable) {
+        let before = keys.len();
+        keys.extend(keys_of(list).map(String::from));
+        if keys.len() == before {
+            return Err(usage(format!("{name}: has no key in it; leave it out for none")));
+        }
     }
-    let lists = flags.iter().map(String::as_str);
-    let lists = lists.chain(variable.filter(|_| flags.is_empty()));
-    Ok(lists.flat_map(keys_of).map(String::from).collect())
+    Ok(keys)
 }
 
 /// An address to listen on.
@@ -250,6 +255,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         adapter: None,
     };
     let (runtime, placed) = (&arguments.runtime, Placed::default());
+    arguments.writing.check_draft(&source, terminal)?;
     let loaded = source.load_on(first, runtime, &placed, &arguments.template, terminal)?;
     options.engine.draft_model = arguments.writing.draft_model(&loaded, terminal)?;
     let mut replicas = Vec::new();
@@ -295,7 +301,10 @@ mod tests {
         assert_eq!(keys(&[], None).unwrap(), [""; 0]);
         assert_eq!(keys(&[], Some("a, b ,,")).unwrap(), ["a", "b"]);
         assert_eq!(keys(&["c, d", "e"], Some("a")).unwrap(), ["c", "d", "e"]);
-        assert!(keys(&["a", " "], None).unwrap_err().starts_with("api_key: is empty"));
+        assert!(keys(&["a", " "], None).unwrap_err().starts_with("api_key: has no key"));
+        // As `${ONE},${OTHER}` of two that aren't set.
+        let error = keys(&[], Some(",")).unwrap_err();
+        assert!(error.starts_with("METAL_CANDLE_API_KEY: has no key"), "{error}");
     }
 
     #[test]

@@ -453,11 +453,19 @@ impl Absent {
     }
 }
 
+/// What a person should know of the settings.
+#[derive(Debug, Default)]
+struct Told {
+    /// That the run isn't as its file says, which is told also where only errors are.
+    warning: Option<String>,
+    note: Option<String>,
+}
+
 /// The settings, what happens to what is in the output folder, what a person should know, and which paths aren't here.
 fn settings(
     mut arguments: Arguments,
     processes: usize,
-) -> anyhow::Result<(Settings, Start, Option<String>, Absent)> {
+) -> anyhow::Result<(Settings, Start, Told, Absent)> {
     if arguments.no_tensorboard {
         arguments.flags.tensorboard = Some(false);
     }
@@ -467,7 +475,7 @@ fn settings(
     let mut file = arguments.config.as_deref().map(File::read).transpose()?;
     let mut start =
         Start { overwrite: arguments.overwrite, dry_run: arguments.dry_run, ..Start::default() };
-    let (mut absent, mut divided) = (Absent::default(), None);
+    let (mut absent, mut warning) = (Absent::default(), None);
     if let Some(given) = &arguments.resume {
         let in_file =
             file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
@@ -504,7 +512,7 @@ fn settings(
             && let Some(rows) = batch_rows(resume.from())?
         {
             let map = &mut file.get_or_insert_default().map;
-            divided = divide(rows, processes, arguments.flags.batch_size, map)?;
+            warning = divide(rows, processes, arguments.flags.batch_size, map)?;
         }
         let Some(output) = output.or(run) else {
             let checkpoint = start.resume.as_ref().map_or(Path::new("auto"), Resume::from);
@@ -531,9 +539,8 @@ fn settings(
     };
     flags.extend(arguments.foreign.0);
     let merged = file.unwrap_or_default().merge(&flags);
-    let (settings, notice) = merged.map_err(|error| absent.explain(error))?;
-    let notice = notice.into_iter().chain(divided).reduce(|all, one| format!("{all}\n{one}"));
-    Ok((settings, start, notice, absent))
+    let (settings, note) = merged.map_err(|error| absent.explain(error))?;
+    Ok((settings, start, Told { warning, note }, absent))
 }
 
 /// Gives each process its part of the rows that a batch of the run has, whatever the file says of them; what a person should
@@ -569,7 +576,7 @@ fn divide(
         return Ok(None);
     }
     let before = serde_yaml_ng::to_string(&before)?;
-    Ok(Some(format!("{KEY} is {each} in place of {}: {divided}", cut(before.trim()))))
+    Ok(Some(format!("warning: {KEY} is {each} in place of {}: {divided}", cut(before.trim()))))
 }
 
 /// The part of each process of a batch whose rows are those of all processes together.
@@ -590,7 +597,8 @@ fn rows_of_each(rows: usize, processes: usize) -> anyhow::Result<u64> {
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let mut terminal = terminal(arguments.json);
     let launched = launched();
-    terminal.quiet |= launched.as_ref().is_some_and(|launched| launched.rank > 0);
+    let is_first = launched.as_ref().is_none_or(|launched| launched.rank == 0);
+    terminal.quiet |= !is_first;
     let (dry_run, limit) = (arguments.dry_run, Duration::from_secs(arguments.collective_timeout));
     let gpus = match (&launched, arguments.gpus) {
         (Some(launched), Some(_)) if !launched.is_own() => {
@@ -610,15 +618,18 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             path.map_or(Ok(()), |path| processes::check_shared(key, path))?;
         }
     }
-    let (mut settings, mut start, notice, absent) = settings(arguments, processes)?;
+    let (mut settings, mut start, told, absent) = settings(arguments, processes)?;
     if let Some(gpus) = asked {
         settings.device = gpus.device(settings.device, Gpus::FLAG)?;
     }
     if let Some(count) = gpus.filter(|count| *count > 1) {
         return processes::start(count);
     }
-    if let Some(notice) = notice {
-        terminal.note(notice);
+    if let Some(warning) = told.warning.filter(|_| is_first) {
+        say(warning);
+    }
+    if let Some(note) = told.note {
+        terminal.note(note);
     }
     set_threads(settings.threads.or_else(|| launched.as_ref().and_then(processes::threads)))?;
     interrupt::install()?;
@@ -746,7 +757,9 @@ mod tests {
             let words = ["train", "-c", &config, "-o", &run, "--resume=auto"];
             let command = Command::try_parse_from([&words[..], flags].concat()).unwrap();
             settings(command.arguments, processes)
-                .map(|(settings, _, notice, _)| (settings.batch_size, notice.unwrap_or_default()))
+                .map(|(settings, _, told, _)| {
+                    (settings.batch_size, told.warning.unwrap_or_default())
+                })
                 .map_err(|error| error.to_string())
         };
         let two = "batch_size: 2";
@@ -755,10 +768,12 @@ mod tests {
         assert_eq!(rows, 4);
         assert_eq!(
             said,
-            "batch_size is 4 in place of 2: a batch of this run has 8 rows, divided over 2 processes"
+            "warning: batch_size is 4 in place of 2: a batch of this run has 8 rows, divided over 2 processes"
         );
         // The default, and another program's word.
-        assert!(resumed("", 1, &[]).unwrap().1.starts_with("batch_size is 8 in place of 4: "));
+        assert!(
+            resumed("", 1, &[]).unwrap().1.starts_with("warning: batch_size is 8 in place of 4: ")
+        );
         let (rows, said) = resumed("per_device_train_batch_size: 2", 1, &[]).unwrap();
         assert_eq!(rows, 8);
         assert!(said.ends_with("divided over 1 process"), "{said}");
@@ -772,6 +787,15 @@ mod tests {
             error.contains("3 processes can't share equally; start 1 or 2 or 4 or 8"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn flags_of_other_programs_mean_together_what_they_mean_there() {
+        let words = "train -m m -d d --max_steps 5 --num_train_epochs 3 --optim lion_32bit";
+        let command = Command::try_parse_from(words.split(' ')).unwrap();
+        let settings = settings(command.arguments, 1).unwrap().0;
+        assert_eq!((settings.steps, settings.epochs), (Some(5), None));
+        assert_eq!(settings.beta2, Some(0.999));
     }
 
     #[test]

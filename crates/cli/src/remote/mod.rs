@@ -12,6 +12,7 @@ pub use sse::Events;
 use crate::errors::usage;
 use clap::Args;
 use metal_candle::files;
+use std::env::VarError;
 use std::path::{Path, PathBuf};
 use ureq::http::{HeaderValue, Uri};
 use ureq::tls::{Certificate, PemItem, parse_pem};
@@ -42,7 +43,10 @@ impl Access {
     }
 
     fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
-        let given = self.api_key.clone().or_else(|| variable(API_KEY));
+        let given = match &self.api_key {
+            Some(key) => Some(key.clone()),
+            None => variable(API_KEY)?,
+        };
         let Some(keys) = given else { return Ok(None) };
         let key = keys_of(&keys).next().unwrap_or_default();
         let is_plain = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
@@ -82,9 +86,20 @@ pub fn keys_of(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim).filter(|key| !key.is_empty())
 }
 
-/// An environment variable that says something.
-pub fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.trim().is_empty())
+/// What an environment variable says, if it says something.
+///
+/// # Errors
+/// When it isn't text.
+pub fn variable(name: &str) -> anyhow::Result<Option<String>> {
+    said(name, std::env::var(name))
+}
+
+fn said(name: &str, value: Result<String, VarError>) -> anyhow::Result<Option<String>> {
+    match value {
+        Ok(value) => Ok(Some(value).filter(|value| !value.trim().is_empty())),
+        Err(VarError::NotPresent) => Ok(None),
+        Err(VarError::NotUnicode(_)) => Err(usage(format!("{name}: is no text in UTF-8"))),
+    }
 }
 
 /// Where a server is.
@@ -99,7 +114,11 @@ struct Address {
 impl Address {
     /// The one that is given, or that of the environment, or where `serve` listens by default.
     fn find(given: Option<&str>) -> anyhow::Result<Self> {
-        match given.map(str::to_string).or_else(|| variable(SERVER)) {
+        let text = match given {
+            Some(given) => Some(given.to_string()),
+            None => variable(SERVER)?,
+        };
+        match text {
             Some(text) => Self::parse(&text),
             None => {
                 let usual = metal_candle_serve::Options::new("", "").address;
@@ -170,6 +189,15 @@ mod tests {
         }
         let error = Address::parse("http://me:secret@host").unwrap_err().to_string();
         assert!(!error.contains("secret"), "{error}");
+    }
+
+    #[test]
+    fn a_variable_that_is_no_text_is_not_taken_for_none() {
+        assert_eq!(said("X", Err(VarError::NotPresent)).unwrap(), None);
+        assert_eq!(said("X", Ok(" ".into())).unwrap(), None);
+        assert_eq!(said("X", Ok("a".into())).unwrap(), Some("a".into()));
+        let error = said("X", Err(VarError::NotUnicode("?".into()))).unwrap_err();
+        assert_eq!(error.to_string(), "X: is no text in UTF-8");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Server-sent events, as the HTML standard has them, of which the data alone matter here.
 
+use metal_candle::files::BYTE_ORDER_MARK;
+
 /// Bytes of one event, at most.
 const MOST: usize = 16 << 20;
 
@@ -43,7 +45,7 @@ impl Events {
         let line = String::from_utf8_lossy(&bytes);
         let line = match std::mem::replace(&mut self.begun, true) {
             true => &*line,
-            false => line.strip_prefix('\u{feff}').unwrap_or(&line),
+            false => line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line),
         };
         if line.is_empty() {
             let data = std::mem::take(&mut self.data);

@@ -2,7 +2,7 @@
 //! over it.
 
 use super::Settings;
-use super::keys::{GROUPS, Keys, Origins, Style, kind};
+use super::keys::{GROUPS, Keys, Origins, Style, is_full, is_same, kind};
 use super::mlx;
 use super::optimizer::{OPTIONS, OptimizerName};
 use super::unused::{self, Said};
@@ -83,8 +83,12 @@ impl File {
                 checkpoint.display()
             )));
         }
-        let (mut flags, written) = Keys::read(flags, Style::Flags).map_err(usage)?.into_parts();
+        let flags = Keys::read(flags, Style::Flags).map_err(usage)?;
         let mut said = std::mem::take(&mut self.map);
+        if flags.peft.is_some() && is_full(&said) {
+            said.remove("fine_tune_type");
+        }
+        let (mut flags, written) = flags.into_parts();
         self.fit_schedule(&mut said, &mut flags)?;
         for group in GROUPS {
             if group.iter().any(|key| flags.contains_key(*key)) {
@@ -99,7 +103,7 @@ impl File {
         if has_no_warmup && flags.contains_key("schedule") {
             said.remove("warmup_steps");
         }
-        let unused_options = self.fit_optimizer(&mut said, &flags, &written)?;
+        let unused_options = self.fit_optimizer(&mut said, &mut flags, &written)?;
         let unsaid = self.mlx_sign.map(|sign| (sign, mlx::unsaid(&mut said, &flags)));
         // A schedule of mlx-lm's holds its own peak.
         if let Some(rate) = flags.get("learning_rate")
@@ -161,12 +165,12 @@ impl File {
         Ok(())
     }
 
-    /// Leaves out the options of the file that the optimiser has no use for, and says which another one by flag has none for.
+    /// Leaves out the options of the file that the optimiser has no use for, and says which go with another one by flag.
     /// `written` is how the flags were.
     fn fit_optimizer(
         &self,
         said: &mut Mapping,
-        flags: &Mapping,
+        flags: &mut Mapping,
         written: &Origins,
     ) -> anyhow::Result<Option<String>> {
         let parsed = |name: Option<&Value>| -> anyhow::Result<Option<OptimizerName>> {
@@ -178,17 +182,26 @@ impl File {
             (None, None) => Settings::default().optimizer,
         };
         let used = parsed(flags.get("optimizer"))?.unwrap_or(of_file);
-        let defaults = of_file.defaults()?;
-        let mut unused = Vec::new();
+        // One that came with the file's word for its optimiser goes with that.
+        if flags.contains_key("optimizer") && self.origins.of("beta2").is_none() {
+            said.remove("beta2");
+        }
+        let (defaults, options) = (of_file.defaults()?, used.defaults()?);
+        let (mut unused, mut has_shared) = (Vec::new(), false);
         // The same option of another optimiser has other values.
-        if used.defaults()? != defaults {
+        if options != defaults {
             for key in OPTIONS {
-                let value = said.remove(*key);
-                let is_default = value.as_ref() == defaults.get(*key);
-                if value.is_some() && !is_default && !flags.contains_key(*key) {
+                let Some(value) = said.remove(*key) else { continue };
+                let is_default = defaults.get(*key).is_some_and(|usual| is_same(usual, &value));
+                if !is_default && written.of(key).is_none() {
                     unused.push(self.origins.of(key).unwrap_or(key));
+                    has_shared |= options.contains_key(*key);
                 }
             }
+        }
+        // And one that came with a flag's word gives way to one that is written.
+        if said.contains_key("beta2") && written.of("beta2").is_none() {
+            flags.remove("beta2");
         }
         // transformers' words for Adam, which stand in its files whatever the optimiser is.
         let of_adam: &[&str] = match used {
@@ -209,10 +222,16 @@ impl File {
             }
         }
         Ok((!unused.is_empty()).then(|| {
+            let used = used.optimizer().name();
+            let kept = match has_shared {
+                true => format!("; give as flags those that {used} is to have"),
+                false => String::new(),
+            };
             format!(
-                "warning: {}: not used, as --optimizer is {}, which has other options: {}",
+                "warning: {}: options of {}, left out with {} {used}: {}{kept}",
                 self.path.display(),
-                used.optimizer().name(),
+                of_file.optimizer().name(),
+                written.of("optimizer").unwrap_or_default(),
                 unused.join(", ")
             )
         }))
@@ -513,6 +532,18 @@ mod tests {
             assert_eq!(settings.beta2, Some(beta2), "{yaml}");
             assert_eq!(parse(&settings.to_yaml().unwrap()).unwrap(), settings, "{yaml}");
         }
+        for (yaml, flag, beta2) in [
+            ("{}", "lion_32bit", 0.999),
+            ("optim: adamw_torch\nadam_beta2: 0.95", "lion_32bit", 0.999),
+            ("optim: lion_32bit\nadam_beta2: 0.95", "paged_lion_32bit", 0.95),
+            // The word is replaced, and what goes with it.
+            ("optim: lion_32bit", "lion", 0.99),
+        ] {
+            let (settings, _) = with_flags(yaml, &format!("optim: {flag}")).unwrap();
+            assert_eq!(settings.beta2, Some(beta2), "{yaml} {flag}");
+        }
+        // Nobody has written it.
+        assert_eq!(with_flags("optim: lion_32bit", "optimizer: adamw").unwrap().1, None);
     }
 
     #[test]
@@ -524,6 +555,18 @@ mod tests {
         let dump = "use_peft: false\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: null";
         assert_eq!(kind(dump), Ok(FineTuneType::Full));
         assert!(kind("use_peft: false\nfine_tune_type: lora").unwrap_err().contains("keep one"));
+        assert!(kind("use_peft: true\nfine_tune_type: full").unwrap_err().contains("keep one"));
+        // As a flag it undoes that, and leaves the kind of adapter to other words.
+        for (yaml, flags, expected) in [
+            ("use_peft: false", "use_peft: true", FineTuneType::Lora),
+            ("fine_tune_type: full", "use_peft: true", FineTuneType::Lora),
+            ("use_dora: true", "use_peft: true", FineTuneType::Dora),
+            ("use_peft: true\nfine_tune_type: dora", "{}", FineTuneType::Dora),
+            ("use_peft: true", "use_peft: false", FineTuneType::Full),
+        ] {
+            let (settings, _) = with_flags(yaml, flags).unwrap();
+            assert_eq!(settings.fine_tune_type, expected, "{yaml} {flags}");
+        }
     }
 
     #[test]
@@ -667,8 +710,16 @@ mod tests {
         }
         let (settings, notice) = with_flags(yaml, "{optimizer: lion, beta2: 0.98}").unwrap();
         assert_eq!(settings.beta2, Some(0.98));
-        let expected = "not used, as --optimizer is lion, which has other options: weight_decay";
+        let expected = "options of adamw, left out with --optimizer lion: weight_decay; give as flags those that \
+                        lion is to have";
         assert!(notice.unwrap().ends_with(expected));
+        let momentum = with_flags("optimizer: sgd\nmomentum: 0.9", "optim: lion").unwrap().1;
+        assert!(
+            momentum.unwrap().ends_with("options of sgd, left out with --optim lion: momentum")
+        );
+        // What is as it is without being written is no loss.
+        let decay = with_flags("optimizer: lion\nweight_decay: 0", "optimizer: adamw").unwrap().1;
+        assert_eq!(decay, None);
     }
 
     #[test]

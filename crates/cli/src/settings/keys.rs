@@ -63,6 +63,8 @@ pub struct Keys {
     optimizer: Option<String>,
     /// Whether PEFT's switch for DoRA is on, which beside LoRA says which kind it is.
     pub(super) has_dora: bool,
+    /// How it is written that there is an adapter, whose kind may be said elsewhere.
+    pub(super) peft: Option<String>,
 }
 
 impl Keys {
@@ -99,12 +101,17 @@ impl Keys {
                 None => keys.insert(key, &name, value.clone())?,
             }
         }
-        // transformers gives bitsandbytes' Lion the betas of its Adam.
+        if let (Some(peft), Some(origin)) = (&keys.peft, keys.origins.of("fine_tune_type"))
+            && is_full(&keys.map)
+        {
+            return Err(format!("`{origin}` and `{peft}` contradict each other; keep one of them"));
+        }
+        // transformers gives bitsandbytes' Lion the betas of its Adam. It isn't written, so it has no origin.
         let is_lion = |word: &&str| matches!(*word, "lion_32bit" | "paged_lion_32bit");
         if keys.map.get("optimizer").and_then(Value::as_str).filter(is_lion).is_some()
             && !keys.map.contains_key("beta2")
         {
-            keys.insert("beta2", "beta2", 0.999.into())?;
+            keys.map.insert("beta2".into(), 0.999.into());
         }
         Ok(keys)
     }
@@ -150,6 +157,16 @@ impl Keys {
     pub fn into_parts(self) -> (Mapping, Origins) {
         (self.map, self.origins)
     }
+}
+
+/// Whether these settings say that every weight is trained.
+pub fn is_full(map: &Mapping) -> bool {
+    map.get("fine_tune_type").and_then(Value::as_str) == Some("full")
+}
+
+/// Whether two values are the same setting, as 0 and 0.0 are.
+pub fn is_same(a: &Value, b: &Value) -> bool {
+    a == b || (a.is_number() && a.as_f64() == b.as_f64())
 }
 
 /// PEFT's and axolotl's switch for DoRA, which is off unless it is on.

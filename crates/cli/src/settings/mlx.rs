@@ -4,7 +4,7 @@
 //! has gets the same values here, so that it trains the same way. What stays different is told.
 
 use super::Settings;
-use super::keys::{same, shown};
+use super::keys::{is_same, same, shown};
 use serde_yaml_ng::{Mapping, Value};
 use std::path::Path;
 
@@ -137,11 +137,8 @@ impl Unsaid {
     /// What a person should know of a file that was known by the key `sign`.
     pub fn notice(&self, file: &Path, sign: &str) -> String {
         let own = serde_yaml_ng::to_value(Settings::default()).unwrap_or_default();
-        let is_own = |key: &Value, value: &Value| {
-            let own = own.get(key).unwrap_or(&Value::Null);
-            // 0 and 0.0 are one number.
-            own == value || (own.is_number() && own.as_f64() == value.as_f64())
-        };
+        let is_own =
+            |key: &Value, value: &Value| is_same(own.get(key).unwrap_or(&Value::Null), value);
         let values: Vec<String> = self
             .defaults
             .iter()

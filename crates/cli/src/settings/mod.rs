@@ -15,7 +15,7 @@ pub mod yaml;
 
 pub use data::{Data, DataFlags, Entry};
 pub use defaults::told;
-pub use keys::{cut, has_no_flag, of_kind};
+pub use keys::{cut, has_no_flag, is_full, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
 pub use values::{

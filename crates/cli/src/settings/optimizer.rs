@@ -32,7 +32,7 @@ pub enum OptimizerName {
     /// Stochastic gradient descent
     Sgd,
     /// Lion: half of AdamW's memory
-    // Words of files alone, as another beta2 goes with them; see `Keys::read`.
+    // Words of files and of --optim, as another beta2 goes with them; see `Keys::read`.
     #[serde(alias = "lion_32bit", alias = "paged_lion_32bit")]
     Lion,
     /// AdamW with moments of 8 bits: a quarter of its memory

@@ -11,6 +11,8 @@ use serde_yaml_ng::{Mapping, Value};
 pub enum Meaning {
     /// Another name of this key, for the same values.
     Key(&'static str),
+    /// As [`Self::Key`], but as a flag no other name of the key's: what it means depends on other words.
+    Apart(&'static str),
     /// Its value says what it sets.
     Sets(fn(&mut Keys, &str, &Value) -> Result<(), String>),
     /// Changes nothing here as long as its value is one of these. Otherwise: why it is refused.
@@ -30,7 +32,7 @@ pub enum Accepted {
 }
 
 use Accepted::{All, EmptyOr, Off};
-use Meaning::{Instead, Key, Neutral, Sets};
+use Meaning::{Apart, Instead, Key, Neutral, Sets};
 
 const QUANTISED: &str = "it is not supported; `quantize: nf4` is QLoRA's base";
 const OWN_WAY: &str = "several GPUs are asked for by --gpus; `optimizer_placement` and `base_placement` say what \
@@ -117,8 +119,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("adam_beta1", Key("beta1")),
     ("adam_beta2", Key("beta2")),
-    // No other name of the flag, as it is Adam's alone; see `File::merge`.
-    ("adam_epsilon", Sets(|keys, name, value| keys.insert("epsilon", name, value.clone()))),
+    ("adam_epsilon", Apart("epsilon")),
     ("assistant_only_loss", Sets(assistant_only_loss)),
     ("attn_implementation", Neutral(All, "")),
     ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
@@ -189,8 +190,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("model_name_or_path", Key("model")),
     ("model_revision", Key("revision")),
     ("neftune_noise_alpha", Neutral(Off, "noise on embeddings is not supported")),
-    ("num_train_epochs", Key("epochs")),
-    ("optim", Key("optimizer")),
+    ("num_train_epochs", Apart("epochs")),
+    ("optim", Apart("optimizer")),
     ("output_dir", Key("output")),
     (
         "overwrite_output_dir",
@@ -230,7 +231,10 @@ pub const WORDS: &[(&str, Meaning)] = &[
     (
         "use_peft",
         Sets(|keys, name, value| match boolean(name, value)? {
-            true => Ok(()),
+            true => {
+                keys.peft = Some(name.into());
+                Ok(())
+            }
             false => keys.insert("fine_tune_type", name, "full".into()),
         }),
     ),
@@ -268,7 +272,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("lr_scheduler", Sets(schedule)),
     ("micro_batch_size", Key("batch_size")),
     ("model_type", Sets(model_type)),
-    ("num_epochs", Key("epochs")),
+    ("num_epochs", Apart("epochs")),
     // Padding is never learned, nor attended to.
     ("pad_to_sequence_len", Neutral(All, "")),
     ("peft_use_dora", Sets(dora)),
@@ -356,7 +360,7 @@ pub fn apply(
     value: &Value,
 ) -> Result<(), String> {
     match meaning {
-        Key(key) => keys.insert(key, written, value.clone()),
+        Key(key) | Apart(key) => keys.insert(key, written, value.clone()),
         Sets(_) | Instead(_) if value.is_null() => Ok(()),
         Sets(sets) => sets(keys, written, value),
         Neutral(accepted, why) => {
@@ -815,7 +819,7 @@ mod tests {
     fn words_lead_to_settings_and_are_none_themselves() {
         let known = super::super::keys::known();
         for (index, (word, meaning)) in WORDS.iter().enumerate() {
-            if let Key(key) = meaning {
+            if let Key(key) | Apart(key) = meaning {
                 assert!(known.iter().any(|known| known == key), "{word} -> {key}");
             }
             assert!(!known.iter().any(|known| known == word), "{word} is a setting");

@@ -17,8 +17,7 @@ pub fn read(path: &Path) -> Result<Value, String> {
 }
 
 fn parse(bytes: &[u8]) -> Result<Value, String> {
-    const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
-    files::parse_yaml(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes))
+    files::parse_yaml(bytes.strip_prefix(files::BYTE_ORDER_MARK.as_bytes()).unwrap_or(bytes))
 }
 
 #[cfg(test)]

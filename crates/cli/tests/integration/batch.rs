@@ -64,6 +64,15 @@ fn each_prompt_is_answered_as_by_itself() {
     let guessed = ["-n", "6", "--draft-tokens", "3", "--draft-model", "base"];
     place.ok(&to("guessed.jsonl", &guessed));
     assert_eq!(place.read("guessed.jsonl"), place.read("answers.jsonl"));
+    // The smaller model needs no tokenizer of its own.
+    std::fs::create_dir(place.path("draft")).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        let [from, to] = ["base", "draft"].map(|folder| place.path(folder).join(name));
+        std::fs::copy(from, to).unwrap();
+    }
+    let guessed = ["-n", "6", "--draft-tokens", "3", "--draft-model", "draft"];
+    place.ok(&to("by-draft.jsonl", &guessed));
+    assert_eq!(place.read("by-draft.jsonl"), place.read("answers.jsonl"));
     let stderr = place.fails(2, &to("wrong.jsonl", &["--draft-tokens", "64"]));
     assert!(stderr.contains("draft_tokens: is 64"), "{stderr}");
     let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/demo/base");

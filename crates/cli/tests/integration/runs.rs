@@ -390,6 +390,18 @@ fn what_no_run_has_left_in_a_folder_stays() {
 }
 
 #[test]
+fn rows_that_a_resumed_run_keeps_against_its_file_are_told_also_where_little_is() {
+    let place = Place::with_model();
+    place.write("run.yaml", "batch_size: 2\n");
+    place.ok(&with(&["-c", "run.yaml", "--steps", "2", "-q"]));
+    place.write("run.yaml", "batch_size: 1\n");
+    let output = place.run(&with(&["-c", "run.yaml", "--resume=auto", "--steps", "3", "-q"]));
+    let stderr = text(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("warning: batch_size is 2 in place of 1"), "{stderr}");
+}
+
+#[test]
 fn checkpoints_may_lie_behind_a_link() {
     let place = Place::with_model();
     std::fs::create_dir_all(place.path("large/kept")).unwrap();

@@ -126,6 +126,11 @@ fn the_example_of_mlx_lm_is_accepted_as_it_is() {
     assert_eq!(plan["settings"]["epsilon"], 1e-6);
     assert_eq!(plan["peak_learning_rate"], 1e-5);
     assert_eq!(plan["settings"]["lr_schedule"]["warmup"], 100);
+
+    // mlx-lm's Adafactor takes none.
+    place.write("adafactor.yaml", "model: base\ndata: data\niters: 4\noptimizer: adafactor\n");
+    let plan = place.json(&["train", "-c", "adafactor.yaml", "--dry-run", "--json"]);
+    assert!(plan["peak_learning_rate"].is_null(), "{plan}");
 }
 
 #[test]

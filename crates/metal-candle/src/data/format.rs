@@ -119,7 +119,7 @@ pub(super) fn open(path: &Path) -> Result<Input> {
     } else {
         (None, head, Box::new(whole.into_inner().1))
     };
-    let bytes = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&head).to_vec();
+    let bytes = head.strip_prefix(files::BYTE_ORDER_MARK.as_bytes()).unwrap_or(&head).to_vec();
     if let Some(what) = foreign(&bytes) {
         return Err(Error::file(path, format!("{what}; read are {READ}")));
     }

@@ -37,6 +37,9 @@ pub use words::plain;
 pub(crate) use words::{cut, cut_middle, cut_to, short};
 pub use yaml::parse_yaml;
 
+/// What some programs begin a text file with, which is no part of the text.
+pub const BYTE_ORDER_MARK: &str = "\u{feff}";
+
 const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";
 const REMOVED: &str = ".removed-";

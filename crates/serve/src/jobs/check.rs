@@ -4,6 +4,7 @@
 //! Lines are taken some at a time. What the library finds wrong with one is kept, and the rest is read without it.
 
 use metal_candle::data::{DataOptions, DataSource, Reading, Shown, Survey, survey};
+use metal_candle::files::BYTE_ORDER_MARK;
 use metal_candle::text::Tokenizer;
 use metal_candle::{Error, Result};
 use serde::Serialize;
@@ -19,7 +20,6 @@ const BYTES: usize = 4 << 20;
 const LONGEST_LINE: u64 = 16 << 20;
 /// After so many problems the rest of a file isn't looked at.
 const MOST_PROBLEMS: usize = 100;
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 const EXPECTED: &str = "expected JSON Lines, a JSON object on each line";
 
 /// What is wrong with a line.
@@ -133,7 +133,7 @@ pub(crate) fn check(
                 report.stopped = true;
                 break;
             }
-            if number == 1 && line.starts_with(BYTE_ORDER_MARK) {
+            if number == 1 && line.starts_with(BYTE_ORDER_MARK.as_bytes()) {
                 line.drain(..BYTE_ORDER_MARK.len());
             }
             bytes += line.len();

@@ -184,6 +184,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         }
         set_threads(runtime.threads)?;
         let devices = ranks.devices(runtime.device, &writing)?;
+        writing.check_draft(&source, terminal)?;
         let loaded = source.load_on(&devices, &runtime, &placed, &template, terminal)?;
         loaded.tokenizer.require_chat_template()?;
         let options = sampling.resolve(&loaded.folder)?;
