@@ -457,9 +457,10 @@ impl Communicator {
     }
 
     /// Whether NCCL has failed as it does where another process, or the way to it, is lost. Over a network NCCL notices that
-    /// by itself, and doesn't say which process it is.
-    pub fn is_cut(&self) -> bool {
-        self.is_cut.get()
+    /// by itself, and doesn't say which process it is. It is said once: what is asked of a group that has ended fails for
+    /// that.
+    pub fn take_cut(&self) -> bool {
+        self.is_cut.take()
     }
 
     fn check_alive(&self) -> Result<()> {

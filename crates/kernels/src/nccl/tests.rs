@@ -167,9 +167,10 @@ fn cuda_a_sum_among_the_work_is_recorded() {
 fn cuda_a_connection_that_fails_is_told_from_a_wrong_call() {
     let (_, communicator) = alone();
     const INVALID_USAGE: c_int = 5;
-    assert!(communicator.check("a call", INVALID_USAGE).is_err() && !communicator.is_cut());
+    assert!(communicator.check("a call", INVALID_USAGE).is_err() && !communicator.take_cut());
     for code in OF_CONNECTIONS {
         let (_, communicator) = alone();
-        assert!(communicator.check("a sum", code).is_err() && communicator.is_cut(), "{code}");
+        assert!(communicator.check("a sum", code).is_err() && communicator.take_cut(), "{code}");
+        assert!(!communicator.take_cut(), "{code}");
     }
 }

@@ -48,27 +48,37 @@ pub(super) fn meet(meeting: &Meeting, rank: usize, size: usize, limit: Duration)
     Star::of_other(&(host.clone(), port), rank, size, word, limit)
 }
 
-/// Listens at this name of rank 0's machine. Where ranks of other machines are to come, addresses that only this one reaches
-/// don't count: many machines have their own name as 127.0.1.1. Where nothing is left, as for such a name, that of a service,
-/// or one that isn't known yet, it listens everywhere.
+/// Listens for the ranks that come by this name of rank 0's machine. Where that is the name of a service, which no machine has
+/// as its own, it listens everywhere.
 fn listen(host: &str, port: u16, all_here: Option<bool>) -> std::io::Result<TcpListener> {
-    let is_loopback = |ip: IpAddr| ip.to_canonical().is_loopback();
-    let stays_here = all_here.unwrap_or_else(|| host.parse().is_ok_and(is_loopback));
-    let found = (host, port).to_socket_addrs().into_iter().flatten();
-    let own: Vec<SocketAddr> =
-        found.filter(|address| stays_here || !is_loopback(address.ip())).collect();
-    let everywhere = || {
-        // Both in one, but for machines without IPv6.
-        let all = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
-        TcpListener::bind(&all.map(|ip| SocketAddr::new(ip, port))[..])
-    };
-    if own.is_empty() {
-        return everywhere();
-    }
-    match TcpListener::bind(&own[..]) {
-        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => everywhere(),
+    match TcpListener::bind(&addresses(host, port, all_here)[..]) {
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
+            TcpListener::bind(&everywhere(port)[..])
+        }
         bound => bound,
     }
+}
+
+/// Where rank 0 listens: at the first of these that its machine has. Ranks of other machines may know it by another address
+/// than the one it finds for its own name, which is 127.0.1.1 on many machines, or that of a network that isn't theirs; so it
+/// listens everywhere, unless all ranks are on its machine.
+fn addresses(host: &str, port: u16, all_here: Option<bool>) -> Vec<SocketAddr> {
+    let is_loopback = |ip: IpAddr| ip.to_canonical().is_loopback();
+    let stays_here = all_here.unwrap_or_else(|| host.parse().is_ok_and(is_loopback));
+    let own: Vec<SocketAddr> = match stays_here {
+        true => (host, port).to_socket_addrs().into_iter().flatten().collect(),
+        false => Vec::new(),
+    };
+    match own.is_empty() {
+        true => everywhere(port).to_vec(),
+        false => own,
+    }
+}
+
+/// Both in one, but for machines without IPv6.
+fn everywhere(port: u16) -> [SocketAddr; 2] {
+    let all = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
+    all.map(|ip| SocketAddr::new(ip, port))
 }
 
 #[cfg(test)]
@@ -133,6 +143,18 @@ mod tests {
                 "{told}"
             );
         }
+    }
+
+    #[test]
+    fn ranks_of_other_machines_may_come_by_any_address() {
+        // Also where the name is one that the machine may have.
+        for (host, all_here) in
+            [("192.0.2.1", Some(false)), ("192.0.2.1", None), ("::1", Some(false))]
+        {
+            assert_eq!(addresses(host, 7, all_here), everywhere(7), "{host}, {all_here:?}");
+        }
+        let own = SocketAddr::from(([192, 0, 2, 1], 7));
+        assert_eq!(addresses("192.0.2.1", 7, Some(true)), [own]);
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl Links {
         let begun = Instant::now();
         let done = work(&communicator, &mut || messages.watch(what, begun));
         match done {
-            Err(error) if !matches!(error, Error::Rank { .. }) && communicator.is_cut() => {
+            Err(error) if !matches!(error, Error::Rank { .. }) && communicator.take_cut() => {
                 Err(messages.cut(&error.to_string()))
             }
             done => done,

@@ -27,6 +27,8 @@ pub(super) struct Star {
     rank: usize,
     size: usize,
     limit: Duration,
+    /// How many bytes others take at a time.
+    longest: usize,
     /// To the ranks 1, 2, … where this is rank 0, else to rank 0.
     connections: RefCell<Vec<Connection>>,
 }
@@ -134,7 +136,7 @@ impl Star {
             }
         }
         let connections = RefCell::new(ranks.into_iter().flatten().collect());
-        let star = Self { rank: 0, size, limit, connections };
+        let star = Self { rank: 0, size, limit, longest: LONGEST, connections };
         star.gather("the start", &[])?;
         Ok(star)
     }
@@ -165,7 +167,8 @@ impl Star {
         connection.outgoing.extend(place(word).to_le_bytes());
         connection.outgoing.extend((rank as u64).to_le_bytes());
         connection.outgoing.extend((size as u64).to_le_bytes());
-        let star = Self { rank, size, limit, connections: RefCell::new(vec![connection]) };
+        let connections = RefCell::new(vec![connection]);
+        let star = Self { rank, size, limit, longest: LONGEST, connections };
         star.gather("the start", &[])?;
         Ok(star)
     }
@@ -223,7 +226,10 @@ impl Star {
                             break Some(bytes);
                         }
                         Some(_) => return Err(elsewhere(rank, what)),
-                        None if connection.ended => return Err(lost(rank)),
+                        // Who has said that its way has failed may end because of that.
+                        None if connection.ended && connection.cut.is_none() => {
+                            return Err(lost(rank));
+                        }
                         None => break None,
                     }
                 };
@@ -240,7 +246,9 @@ impl Star {
         }
         let all: Vec<Vec<u8>> =
             std::iter::once(mine.to_vec()).chain(given.into_iter().flatten()).collect();
-        require_sendable(what, all.iter().map(|part| 8 + part.len()).sum())?;
+        // As an error of a rank it is told to the others, too.
+        self.require_sendable(what, all.iter().map(|part| 8 + part.len()).sum())
+            .map_err(|error| Error::Rank { rank: 0, message: error.to_string() })?;
         let mut message = Vec::new();
         for part in &all {
             message.extend((part.len() as u64).to_le_bytes());
@@ -251,6 +259,17 @@ impl Star {
         }
         self.flush(connections, what, begun)?;
         Ok(all)
+    }
+
+    /// An error where a message is longer than others take.
+    fn require_sendable(&self, what: &str, bytes: usize) -> Result<()> {
+        match bytes <= self.longest {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "a message of {bytes} bytes for {what}; ranks take at most {} at a time",
+                self.longest
+            ))),
+        }
     }
 
     /// Waits until everything is sent, so that a process may end after it.
@@ -282,7 +301,7 @@ impl Star {
         let connections = &mut *self.connections.borrow_mut();
         let connection = root(connections)?;
         connection.is_late = false;
-        require_sendable(what, mine.len())?;
+        self.require_sendable(what, mine.len())?;
         connection.send(Kind::Given, place, mine);
         let mut pause = Pause::new();
         let bytes = loop {
@@ -445,7 +464,7 @@ fn cut(connections: &[Connection]) -> Option<String> {
 }
 
 /// Which rank is lost, where another way than these connections has failed, as somebody has said: one whose connection ends,
-/// or that doesn't answer.
+/// or that doesn't answer. It is never rank 0, as others end at once without that one, which may have a checkpoint to save.
 fn find_lost(connections: &mut [Connection], said: &str) -> Error {
     let begun = Instant::now();
     connections.iter_mut().for_each(|connection| connection.send(Kind::Who, 0, &[]));
@@ -460,22 +479,30 @@ fn find_lost(connections: &mut [Connection], said: &str) -> Error {
     }
     let is_silent = |connection: &Connection| !connection.is_here && connection.cut.is_none();
     let seconds = GRACE.as_secs_f64();
-    if let Some(index) = connections.iter().position(is_silent) {
-        let message = format!("is lost: it didn't answer for {seconds} s, and {said}");
-        return Error::Rank { rank: index + 1, message };
+    let mut silent = (1..).zip(connections.iter()).filter(|(_, it)| is_silent(it));
+    if let Some((rank, _)) = silent.next() {
+        // One that computes for longer answers as little as one that is lost.
+        let others: Vec<String> = silent.map(|(rank, _): (usize, _)| rank.to_string()).collect();
+        let message = match others.is_empty() {
+            true => format!("is lost: it didn't answer for {seconds} s, and {said}"),
+            false => format!(
+                "didn't answer for {seconds} s, nor did {}; one of them is lost: {said}",
+                others.join(", ")
+            ),
+        };
+        return Error::Rank { rank, message };
     }
-    let index = connections.iter().position(|connection| connection.cut.is_some());
-    let message = format!("or a rank that it is linked to is cut off, though all answer: {said}");
-    Error::Rank { rank: index.unwrap_or_default() + 1, message }
-}
-
-/// An error where a message is longer than others take.
-fn require_sendable(what: &str, bytes: usize) -> Result<()> {
-    match bytes <= LONGEST {
-        true => Ok(()),
-        false => Err(Error::Unsupported(format!(
-            "a message of {bytes} bytes for {what}; ranks take at most {LONGEST} at a time"
-        ))),
+    match connections.iter().position(|connection| connection.cut.is_some()) {
+        Some(index) => Error::Rank {
+            rank: index + 1,
+            message: format!("is cut off from another rank, though all answer: {said}"),
+        },
+        None => Error::Rank {
+            rank: 1,
+            message: format!(
+                "is cut off from rank 0, or another rank is, though all answer: {said}"
+            ),
+        },
     }
 }
 

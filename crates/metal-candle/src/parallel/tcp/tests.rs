@@ -188,6 +188,58 @@ fn a_way_that_fails_where_all_answer_names_who_has_noticed_it() {
     }
 }
 
+#[test]
+fn a_way_of_rank_0_that_fails_where_all_answer_is_told_as_its_own() {
+    let all = each(3, LONG, |star| match star.rank() {
+        0 => star.cut("connection timed out"),
+        _ => watch(&star),
+    });
+    for error in all {
+        // Not rank 0, which others wait for then.
+        assert_eq!(rank_of(&error), 1, "{error}");
+        assert!(error.to_string().contains("is cut off from rank 0, or another"), "{error}");
+    }
+}
+
+#[test]
+fn all_that_do_not_answer_are_named() {
+    let all = each(4, LONG, |star| match star.rank() {
+        0 => Some(watch(&star)),
+        1 => Some(star.cut("remote process exited")),
+        _ => {
+            thread::sleep(GRACE + Duration::from_secs(3));
+            None
+        }
+    });
+    for error in all.iter().flatten() {
+        assert_eq!(rank_of(error), 2, "{error}");
+        assert!(error.to_string().contains("for 5 s, nor did 3; one of them is lost"), "{error}");
+    }
+}
+
+#[test]
+fn who_has_said_that_its_way_has_failed_and_ends_is_not_the_one_that_is_lost() {
+    let all = each(3, LONG, |star| match star.rank() {
+        0 => {
+            // Until the other has ended.
+            thread::sleep(Duration::from_secs(2));
+            Some(star.gather("a step", &[]).unwrap_err())
+        }
+        1 => {
+            let mut connections = star.connections.borrow_mut();
+            connections[0].send(Kind::Cut, 0, b"remote process exited");
+            None
+        }
+        _ => {
+            thread::sleep(GRACE + Duration::from_secs(5));
+            None
+        }
+    });
+    let error = all[0].as_ref().unwrap();
+    assert_eq!(rank_of(error), 2, "{error}");
+    assert!(error.to_string().contains("didn't answer for 5 s"), "{error}");
+}
+
 /// Tells others for so long that rank 0 is busy.
 fn be_busy(star: &Star, time: Duration) {
     let begun = Instant::now();
@@ -297,10 +349,32 @@ fn ranks_of_other_counts_and_numbers_are_refused() {
 }
 
 #[test]
-fn messages_that_nobody_takes_are_told_before_they_are_sent() {
-    require_sendable("a step", LONGEST).unwrap();
-    let told = require_sendable("a step", LONGEST + 1).unwrap_err().to_string();
-    assert!(told.contains("1073741825 bytes for a step") && told.contains("1073741824"), "{told}");
+fn messages_that_nobody_takes_are_told_to_all_before_they_are_sent() {
+    let all = each(3, LONG, |mut star| {
+        star.longest = 3 * (8 + 10);
+        star.gather("a step", &[1; 10]).unwrap();
+        star.gather("another step", &[1; 11]).unwrap_err()
+    });
+    for error in all {
+        assert_eq!(rank_of(&error), 0, "{error}");
+        let told = error.to_string();
+        assert!(
+            told.contains("57 bytes for another step") && told.contains("at most 54"),
+            "{told}"
+        );
+    }
+}
+
+#[test]
+fn a_message_of_a_rank_that_nobody_takes_is_told_before_it_is_sent() {
+    let all = each(2, LONG, |star| {
+        star.require_sendable("a step", LONGEST).unwrap();
+        star.require_sendable("a step", LONGEST + 1).unwrap_err().to_string()
+    });
+    for told in all {
+        let bytes = ["1073741825 bytes for a step", "1073741824"];
+        assert!(bytes.iter().all(|it| told.contains(it)), "{told}");
+    }
 }
 
 #[test]
