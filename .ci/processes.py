@@ -286,6 +286,39 @@ def one_that_stands_still(folder):
         assert_same(output, folder / f"of-{count}", f"gone on with {count} processes")
 
 
+def one_that_is_lost_while_rank_0_saves(folder):
+    """A checkpoint takes longer than others, and what started them, wait for a rank 0 that says nothing."""
+    library, output = folder / "slow.so", folder / "slow"
+    source = """
+        #define _GNU_SOURCE
+        #include <stdlib.h>
+        #include <sys/syscall.h>
+        #include <unistd.h>
+        int fsync(int file) {
+            static int slept;
+            if (!slept && access(getenv("SLOW_AFTER"), F_OK) == 0) {
+                slept = 1;
+                sleep(90);
+            }
+            return syscall(SYS_fsync, file);
+        }
+    """
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-"], input=source, text=True, check=True)
+    slow = {"LD_PRELOAD": str(library), "SLOW_AFTER": str(output / "checkpoints/step-00000008")}
+    # mpirun ends all when one is killed. Of three, one waits for rank 0.
+    count, with_signal = (2, signal.SIGKILL) if GPUS else (3, signal.SIGSTOP)
+    wanted = command(count, output, *settings("--collective-timeout", "12"))
+    os.environ.update(slow)
+    try:
+        code, told, seconds = hit(wanted, output, 1, with_signal, 10, limit=240)
+    finally:
+        for name in slow:
+            del os.environ[name]
+    assert code != 0 and seconds > 80 and "rank 1" in told, (seconds, told)
+    assert_saved(output, told)
+    print(f"rank 1 lost while rank 0 saves: saved and ended after {seconds:.1f} s", flush=True)
+
+
 def assert_saved(output, told):
     """Nothing that all ranks did is lost."""
     trained = max(event["step"] for event in metrics(output))
@@ -497,6 +530,7 @@ def main():
             one_that_is_killed,
             one_that_is_killed_beyond_a_network,
             one_that_stands_still,
+            one_that_is_lost_while_rank_0_saves,
             one_that_diverges,
             one_that_is_asked_to_end,
             the_one_that_started_all_is_asked_to_end,

@@ -8,7 +8,7 @@ use crate::settings::Processor;
 use anyhow::Context;
 use candle_core::Device;
 use metal_candle::devices;
-use metal_candle::parallel::launcher::{self, Launched, launched};
+use metal_candle::parallel::launcher::{self, Launched, Starter, launched};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,7 +17,7 @@ use std::sync::LazyLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long rank 0 may take to save a checkpoint, once another rank is lost, before the rest ends the run.
+/// How long rank 0 may say nothing of a checkpoint that it saves, once another rank is lost, before the rest ends the run.
 pub const TIME_TO_SAVE: Duration = Duration::from_secs(60);
 /// How long it may take after that to say so and to end.
 const TIME_TO_END: Duration = Duration::from_secs(10);
@@ -130,6 +130,8 @@ pub fn start(count: usize) -> anyhow::Result<u8> {
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
     let address = port.context("a port for the processes to meet at")?.to_string();
     let word = format!("{:016x}", random());
+    let starter = Starter::listen(word.as_str()).context("a port for what rank 0 says")?;
+    let hears_at = starter.address().context("a port for what rank 0 says")?;
     interrupt::install()?;
     let stop = interrupt::watch("");
     let mut ranks = Ranks::default();
@@ -140,7 +142,8 @@ pub fn start(count: usize) -> anyhow::Result<u8> {
             .env(launcher::SIZE, count.to_string())
             .env(launcher::RANK, rank.to_string())
             .env(launcher::ADDRESS, &address)
-            .env(launcher::WORD, &word);
+            .env(launcher::WORD, &word)
+            .env(launcher::STARTER, &hears_at);
         if rank > 0 {
             command.stdin(Stdio::null());
         }
@@ -150,7 +153,6 @@ pub fn start(count: usize) -> anyhow::Result<u8> {
     }
     let others: Vec<u32> = ranks.0.iter().map(|(child, _)| child.id()).collect();
     interrupt::tidy_up_with(move || others.into_iter().for_each(end));
-    // Until when the others may go on, once one has ended.
     let mut deadline: Option<Instant> = None;
     let (mut is_told, mut is_killed) = (false, false);
     while ranks.look()? {
@@ -160,13 +162,10 @@ pub fn start(count: usize) -> anyhow::Result<u8> {
                 end(child.id());
             }
         }
-        if deadline.is_none() && ranks.codes().any(|code| code != Some(i32::from(SUCCESS))) {
-            deadline = Some(Instant::now() + TIME_TO_SAVE + TIME_TO_END);
-        }
-        if matches!(ranks.0.first(), Some((_, Some(_)))) {
-            let soon = Instant::now() + TIME_TO_END;
-            deadline = Some(deadline.map_or(soon, |deadline| deadline.min(soon)));
-        }
+        let has_failed = ranks.codes().any(|code| code != Some(i32::from(SUCCESS)));
+        let root_has_ended = matches!(ranks.0.first(), Some((_, Some(_))));
+        deadline =
+            until(deadline, Instant::now(), has_failed, starter.hears_busy(), root_has_ended);
         if !is_killed && deadline.is_some_and(|deadline| Instant::now() > deadline) {
             is_killed = true;
             say("error: the remaining processes don't end; they are killed");
@@ -186,6 +185,27 @@ pub fn start(count: usize) -> anyhow::Result<u8> {
         None => SUCCESS,
         Some(code) => code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILURE),
     })
+}
+
+/// Until when those that remain may go on, of which this was said before: once one has failed, rank 0 has time to save a
+/// checkpoint, and more as long as it says that it is busy, which it doesn't without end; once it has ended, nobody has much.
+fn until(
+    before: Option<Instant>,
+    now: Instant,
+    has_failed: bool,
+    is_busy: bool,
+    root_has_ended: bool,
+) -> Option<Instant> {
+    let (later, soon) = (now + TIME_TO_SAVE + TIME_TO_END, now + TIME_TO_END);
+    let deadline = match before {
+        None => has_failed.then_some(later),
+        Some(before) if is_busy => Some(before.max(later)),
+        Some(before) => Some(before),
+    };
+    match root_has_ended {
+        true => Some(deadline.map_or(soon, |deadline| deadline.min(soon))),
+        false => deadline,
+    }
 }
 
 /// The processes of a run, by rank, with how they ended.
@@ -301,6 +321,23 @@ mod tests {
         for wrong in ["0", "-1", "", "some", "1.5"] {
             assert!(wrong.parse::<Gpus>().unwrap_err().contains("all"), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_rank_0_that_saves_is_waited_for_when_another_has_failed() {
+        let begun = Instant::now();
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        assert_eq!(until(None, begun, false, true, false), None);
+        let deadline = until(None, begun, true, false, false);
+        assert_eq!(deadline, Some(at(70)));
+        // As long as it says so.
+        let deadline = until(deadline, at(65), true, true, false);
+        assert_eq!(deadline, Some(at(135)));
+        let deadline = until(deadline, at(100), true, false, false);
+        assert_eq!(deadline, Some(at(135)));
+        assert_eq!(until(deadline, at(101), true, false, true), Some(at(111)));
+        assert_eq!(until(Some(at(111)), at(105), true, false, true), Some(at(111)));
+        assert_eq!(until(None, at(5), false, false, true), Some(at(15)));
     }
 
     #[cfg(unix)]

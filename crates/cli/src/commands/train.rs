@@ -80,7 +80,7 @@ pub struct Arguments {
     /// Train on so many NVIDIA GPUs of this machine, a process each with a batch of its own
     #[arg(long, value_name = "N|all", help_heading = "Device")]
     gpus: Option<Gpus>,
-    /// Seconds that one of several processes waits for another before it ends the run
+    /// Seconds that one of several processes waits for another before it ends the run; while the first writes files, the others wait ten times as long
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Device")]
     collective_timeout: u64,
     // Last, as it gives the flags above other names.

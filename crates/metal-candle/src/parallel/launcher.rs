@@ -3,6 +3,7 @@
 
 use crate::{Error, Result};
 use candle_core::Device;
+use std::net::{Ipv4Addr, UdpSocket};
 
 /// Processes that a launcher has started together, more than one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +57,70 @@ pub const RANK: &str = "METAL_CANDLE_RANK";
 pub const ADDRESS: &str = "METAL_CANDLE_ADDRESS";
 /// What they have in common, and nobody else has.
 pub const WORD: &str = "METAL_CANDLE_WORD";
+/// Where a [`Starter`] hears of rank 0: a host and a port.
+pub const STARTER: &str = "METAL_CANDLE_STARTER";
+
+/// How a program that has started ranks on its own machine hears that rank 0 is busy with files, as the other ranks do. It
+/// goes on in the process that started them, where they find it by [`STARTER`] and [`WORD`].
+#[derive(Debug)]
+pub struct Starter {
+    socket: UdpSocket,
+    word: String,
+}
+
+impl Starter {
+    /// Listens for ranks that have this word.
+    ///
+    /// # Errors
+    /// When there is no port for it.
+    pub fn listen(word: impl Into<String>) -> std::io::Result<Self> {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+        socket.set_nonblocking(true)?;
+        Ok(Self { socket, word: word.into() })
+    }
+
+    /// What [`STARTER`] is for them.
+    ///
+    /// # Errors
+    /// When the system doesn't say.
+    pub fn address(&self) -> std::io::Result<String> {
+        Ok(self.socket.local_addr()?.to_string())
+    }
+
+    /// Whether rank 0 has said that it is busy since this was asked last.
+    pub fn hears_busy(&self) -> bool {
+        let mut heard = false;
+        let mut message = [0; 64];
+        while let Ok(length) = self.socket.recv(&mut message) {
+            heard |= message.get(..length) == Some(self.word.as_bytes());
+        }
+        heard
+    }
+}
+
+/// A rank's way to the [`Starter`] of its run.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Debug)]
+pub(super) struct ToStarter {
+    socket: UdpSocket,
+    word: String,
+}
+
+#[cfg(any(feature = "cuda", test))]
+impl ToStarter {
+    /// By these variables, if there is one.
+    pub fn find(variable: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        let (address, word) = (variable(STARTER)?, variable(WORD)?);
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).ok()?;
+        socket.connect(address).ok()?;
+        Some(Self { socket, word })
+    }
+
+    /// One that has ended needn't hear it.
+    pub fn tell_busy(&self) {
+        let _ = self.socket.send(self.word.as_bytes());
+    }
+}
 
 /// Those that are known, the innermost first where one starts another: `torchrun` is started by `mpirun` or `srun` once for
 /// each machine, and `mpirun` where Slurm has its variables.
@@ -245,6 +310,36 @@ mod tests {
         find(&|name| {
             variables.iter().find(|(it, _)| *it == name).map(|(_, value)| value.to_string())
         })
+    }
+
+    #[test]
+    fn the_starter_hears_that_a_rank_of_its_own_is_busy() {
+        let starter = Starter::listen("a start").unwrap();
+        assert!(!starter.hears_busy());
+        let address = starter.address().unwrap();
+        let find = |word: &'static str| {
+            ToStarter::find(&|name| match name {
+                STARTER => Some(address.clone()),
+                _ => (name == WORD).then(|| word.to_string()),
+            })
+            .unwrap()
+        };
+        assert!(ToStarter::find(&|_| None).is_none());
+        let hears = || {
+            let begun = std::time::Instant::now();
+            while begun.elapsed() < std::time::Duration::from_secs(2) {
+                if starter.hears_busy() {
+                    return true;
+                }
+                std::thread::yield_now();
+            }
+            false
+        };
+        find("another start").tell_busy();
+        assert!(!hears());
+        find("a start").tell_busy();
+        assert!(hears());
+        assert!(!starter.hears_busy());
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub(super) trait Part: Collectives {
     /// Leaves, once all others do.
     fn leave(&self) -> Result<()>;
 
-    /// Waits until rank 0 has ended, or ended this process, but no longer than the limit.
+    /// Waits until rank 0 has ended, or ended this process, but no longer than the limit after it has said that it is busy.
     fn outlast_root(&self, limit: Duration);
 
     /// Makes all others end, where they wouldn't see by themselves that this one does.
@@ -32,7 +32,8 @@ pub struct Member(Option<Box<dyn Part>>);
 
 impl Member {
     /// Joins the group that a launcher has started, with the device that this process computes on, or is alone where
-    /// there is none. No rank waits longer than `limit` for another.
+    /// there is none. No rank waits longer than `limit` for another that says nothing; for a rank 0 that says that it writes
+    /// files all wait ten times as long.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the launcher's processes can't train together in this build
@@ -73,8 +74,8 @@ impl Member {
         self.0.as_ref().map_or(Ok(()), |part| part.leave())
     }
 
-    /// Waits until rank 0, which has work to finish, has ended, or has ended this process. It takes no longer than
-    /// `limit`.
+    /// Waits until rank 0, which has work to finish, has ended, or has ended this process, but no longer than `limit` after
+    /// rank 0 has said last that it is busy, or after now.
     pub fn outlast_root(&self, limit: Duration) {
         if let Some(part) = &self.0 {
             part.outlast_root(limit);

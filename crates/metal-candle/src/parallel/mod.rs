@@ -34,14 +34,19 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// What ranks do together. Each calls the same functions in the same order, and none waits forever for another.
-/// What only the thread that has joined may use is an error on any other.
+/// What ranks do together. Each calls the same functions in the same order, and none waits forever for another, also not for
+/// a rank 0 that says that it is busy. What only the thread that has joined may use is an error on any other.
 pub trait Collectives: Debug + Sync {
     /// This process's number, from 0.
     fn rank(&self) -> usize;
 
     /// How many processes there are.
     fn size(&self) -> usize;
+
+    /// How long a rank waits for another that says nothing.
+    fn limit(&self) -> Duration {
+        Duration::MAX
+    }
 
     /// What each rank has given, by rank; of any length. `what` it is goes into messages.
     ///
@@ -108,6 +113,10 @@ pub trait Collectives: Debug + Sync {
 
 /// How long rank 0 works before it says again that it does.
 const BUSY: Duration = Duration::from_millis(200);
+/// How many times as long as they wait otherwise the others wait for a rank 0 that is busy: a file system may never answer.
+const LONGER: u32 = 10;
+/// How often it is told that they wait.
+const REPORT: Duration = Duration::from_secs(60);
 
 /// Rows of a batch that a rank reads.
 pub(crate) struct Rows {
@@ -247,7 +256,7 @@ impl<'a> Group<'a> {
     }
 
     /// Does what may take longer than the others wait, as writing files does, on a thread beside this one, which tells them
-    /// meanwhile that it goes on. A process that stands still tells nothing, and is noticed.
+    /// meanwhile that it goes on, as [`Self::busy_until`] does.
     pub(crate) fn busy_with<T: Send>(self, work: impl FnOnce() -> T + Send) -> T {
         if self.0.is_none() {
             return work();
@@ -259,15 +268,25 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// Waits for what another thread does, and tells the others meanwhile. One process alone has nobody to tell: it doesn't
-    /// wait here.
+    /// Waits for what another thread does, and tells the others meanwhile, but no longer than [`LONGER`] says: then they notice
+    /// it as they notice a process that stands still. One process alone has nobody to tell: it doesn't wait here.
     pub(crate) fn busy_until(self, is_done: impl Fn() -> bool) {
         let Some(collectives) = self.0 else { return };
-        let mut told = Instant::now();
+        let most = collectives.limit().saturating_mul(LONGER);
+        let begun = Instant::now();
+        let (mut told, mut reported) = (begun, begun);
         while !is_done() {
-            if told.elapsed() >= BUSY {
+            let waited = begun.elapsed();
+            if told.elapsed() >= BUSY && waited < most {
                 collectives.tell_busy();
                 told = Instant::now();
+            }
+            if reported.elapsed() >= REPORT {
+                let (waited, most) = (waited.as_secs(), most.as_secs());
+                tracing::warn!(
+                    "files are being written for {waited} s; other processes wait for no more than {most} s"
+                );
+                reported = Instant::now();
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -383,9 +402,9 @@ mod tests {
         assert_eq!(group.busy_with(|| 7), 7);
     }
 
-    /// The first of two ranks, which counts how often it tells the other that it is busy.
-    #[derive(Debug, Default)]
-    struct Telling(AtomicUsize);
+    /// The first of two ranks, which counts how often it tells the other that it is busy, and how long that one waits.
+    #[derive(Debug)]
+    struct Telling(AtomicUsize, Duration);
 
     impl Collectives for Telling {
         fn rank(&self) -> usize {
@@ -394,6 +413,10 @@ mod tests {
 
         fn size(&self) -> usize {
             2
+        }
+
+        fn limit(&self) -> Duration {
+            self.1
         }
 
         fn gather(&self, what: &'static str, _: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -419,7 +442,7 @@ mod tests {
 
     #[test]
     fn others_are_told_as_long_as_work_goes_on() {
-        let telling = Telling::default();
+        let telling = Telling(AtomicUsize::new(0), Duration::MAX);
         let told = || telling.0.load(Ordering::Relaxed);
         let group = Group::new(&telling);
         assert_eq!(group.busy_with(|| 7), 7);
@@ -432,5 +455,14 @@ mod tests {
         });
         assert!(done >= 3);
         group.busy_until(|| told() >= done + 2);
+    }
+
+    #[test]
+    fn others_are_not_told_without_end_of_work_that_does_not_end() {
+        let telling = Telling(AtomicUsize::new(0), Duration::from_millis(100));
+        let begun = Instant::now();
+        Group::new(&telling).busy_until(|| begun.elapsed() > Duration::from_secs(4));
+        // Within the first of these seconds.
+        assert!(telling.0.into_inner() <= 5);
     }
 }

@@ -4,7 +4,7 @@
 //! at the connections meanwhile, and ends NCCL's work when one of them does. Over a network NCCL may notice it first, and
 //! doesn't say whom it has lost: the ranks find that out by their connections.
 
-use super::launcher::Launched;
+use super::launcher::{Launched, ToStarter};
 use super::meeting::meet;
 use super::member::Part;
 use super::tcp::Star;
@@ -26,7 +26,10 @@ pub(super) struct Gpus(Arc<Links>);
 struct Links {
     rank: usize,
     size: usize,
+    limit: Duration,
     messages: Mutex<Star>,
+    /// What has started all ranks, if it waits for rank 0 as they do.
+    starter: Option<ToStarter>,
     communicator: Mutex<Communicator>,
     /// Behind the parts that were begun with last, and behind the last sum of parts.
     gathered: Mutex<Option<Mark>>,
@@ -62,7 +65,17 @@ impl Gpus {
         let (rank, size) = (messages.rank(), messages.size());
         let (messages, communicator) = (Mutex::new(messages), Mutex::new(communicator));
         let (gathered, summed) = (Mutex::default(), Mutex::default());
-        Ok(Self(Arc::new(Links { rank, size, messages, communicator, gathered, summed })))
+        let starter = ToStarter::find(&|name| std::env::var(name).ok());
+        Ok(Self(Arc::new(Links {
+            rank,
+            size,
+            limit,
+            messages,
+            starter,
+            communicator,
+            gathered,
+            summed,
+        })))
     }
 
     fn messages(&self) -> MutexGuard<'_, Star> {
@@ -155,12 +168,19 @@ impl Collectives for Gpus {
         self.0.size
     }
 
+    fn limit(&self) -> Duration {
+        self.0.limit
+    }
+
     fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.messages().gather(what, mine)
     }
 
     fn tell_busy(&self) {
         self.messages().tell_busy();
+        if let Some(starter) = self.0.starter.as_ref().filter(|_| self.0.rank == 0) {
+            starter.tell_busy();
+        }
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {

@@ -170,6 +170,13 @@ impl Saver {
         self.wait(Group::default())
     }
 
+    /// Finishes the checkpoint under way, whatever ends the run, as [`Self::wait`] does.
+    pub fn finish(&mut self, group: Group<'_>) {
+        if let Err(error) = self.wait(group) {
+            tracing::warn!("a checkpoint was not written: {error}");
+        }
+    }
+
     /// Waits for the checkpoint under way, and gives the one that has become complete. `group` is told meanwhile that this
     /// rank is busy.
     pub fn wait(&mut self, group: Group<'_>) -> Result<Option<Saved>> {
@@ -192,10 +199,7 @@ impl Saver {
 }
 
 impl Drop for Saver {
-    /// A checkpoint under way is finished, whatever ended the run.
     fn drop(&mut self) {
-        if let Err(error) = self.wait(Group::default()) {
-            tracing::warn!("a checkpoint was not written: {error}");
-        }
+        self.finish(Group::default());
     }
 }

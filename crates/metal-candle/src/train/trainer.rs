@@ -455,6 +455,10 @@ impl<'a> Trainer<'a> {
         };
         let outcome = self.train(metrics);
         self.rest();
+        if let (Err(_), Some(saver)) = (&outcome, &mut self.saver) {
+            // The others wait for a checkpoint under way only as long as they are told of it.
+            saver.finish(self.group);
+        }
         let outcome = outcome?;
         let seconds = started.elapsed().as_secs_f64();
         let reason = match outcome {

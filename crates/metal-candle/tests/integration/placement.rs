@@ -24,7 +24,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// To and from a rank.
 type Way = (Sender<Vec<Tensor>>, Mutex<Receiver<Vec<Tensor>>>);
@@ -596,7 +596,7 @@ struct Stopping {
     told: AtomicU64,
     stops_at: Option<u64>,
     longest: AtomicUsize,
-    busy: AtomicUsize,
+    busy: Arc<AtomicUsize>,
 }
 
 impl Stopping {
@@ -607,7 +607,7 @@ impl Stopping {
             told: AtomicU64::new(0),
             stops_at,
             longest: AtomicUsize::new(0),
-            busy: AtomicUsize::new(0),
+            busy: Arc::default(),
         }
     }
 }
@@ -665,9 +665,51 @@ fn others_are_told_while_rank_0_writes_a_checkpoint() {
             .unwrap();
         assert_eq!(trainer.run(&mut |_: &Metric| Ok(())).unwrap().outcome, Outcome::Finished);
         drop(trainer);
-        group.busy.into_inner()
+        group.busy.load(Ordering::Relaxed)
     });
     // Of the checkpoint after the last step, for which it waits for more than a second.
+    assert!(busy[0] >= 2 && busy[1] == 0, "{busy:?}");
+}
+
+#[test]
+fn others_are_told_while_rank_0_finishes_a_checkpoint_of_a_run_that_diverges() {
+    let batches = batcher(dataset(8, 1), 4, false);
+    let output = tempfile::tempdir().unwrap();
+    let busy = as_ranks(2, |thread| {
+        let model = load(&base(), None, Placement::Device);
+        let adapter = Arc::new(Adapter::new(&model, &LoraConfig::default(), 5).unwrap());
+        let group = Stopping::new(thread, None);
+        let (busy, begun) = (group.busy.clone(), Instant::now());
+        let options = TrainOptions {
+            save_every: 2,
+            sample_every: 3,
+            skip_limit: 1,
+            ..TrainOptions::new(6, learning_rate(1e-3, 6))
+        };
+        let mut trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
+            .unwrap()
+            // The checkpoint isn't complete before the other was told twice.
+            .with_saving(move |_| {
+                while busy.load(Ordering::Relaxed) < 2 && begun.elapsed() < Duration::from_secs(30)
+                {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            })
+            // Rank 0 breaks what it trains after step 3, while the checkpoint of step 2 is under way.
+            .with_samples(Box::new(|_, adapter, _| {
+                let parameters = adapter.parameters();
+                let broken = parameters.view(ParameterId(0))?.affine(0.0, f64::NAN)?;
+                parameters.set(ParameterId(0), &broken)?;
+                Ok(Vec::new())
+            }))
+            .with_group(Group::new(&group))
+            .unwrap();
+        let error = trainer.run(&mut |_: &Metric| Ok(())).unwrap_err();
+        assert!(matches!(error, Error::Diverged(_)), "{error}");
+        drop(trainer);
+        group.busy.load(Ordering::Relaxed)
+    });
+    assert!(output.path().join("checkpoints/step-00000002").is_dir());
     assert!(busy[0] >= 2 && busy[1] == 0, "{busy:?}");
 }
 
