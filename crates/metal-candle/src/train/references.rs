@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 /// The file of the reference's log-probabilities, in the folder of a run's checkpoints.
 pub const FILE: &str = "reference_logps.safetensors";
 const TENSOR: &str = "logps";
+/// The bytes of an example's numbers.
+const EXAMPLE: usize = 16;
 /// The tensors where not all are known: the numbers, and of each example whether it has any.
 const SOME: &str = "some_logps";
 const KNOWN: &str = "known";
@@ -23,6 +25,10 @@ const HASH: &str = "hash";
 const CONTENT: &str = "content";
 /// What ranks tell each other of it.
 const WHAT: &str = "what the reference says";
+/// What rank 0 tells the others before.
+const KEPT: &str = "what is known of the reference";
+/// How many bytes of that at a time, as messages are bounded.
+const PIECE: usize = 16 << 20;
 /// How often it is told how many are known.
 const REPORT: Duration = Duration::from_secs(60);
 
@@ -138,12 +144,39 @@ pub(super) fn are_complete(all: &[References]) -> bool {
     all.iter().all(References::are_complete)
 }
 
-/// The same for all ranks that know the same.
-pub(super) fn fingerprint(all: &[References]) -> u64 {
-    let mut hash = Hash::new();
-    hash.add(&numbers(all));
-    hash.add(&known(all));
-    hash.finish()
+/// Of how many examples they are known.
+pub(super) fn count(all: &[References]) -> usize {
+    all.iter().flat_map(|references| &references.0).flatten().count()
+}
+
+/// What rank 0 has read of data sets with so many examples each, for all ranks: others may see a folder that isn't shared, or
+/// that is as it was a while ago.
+pub(super) fn of_root(
+    group: Group<'_>,
+    read: Vec<References>,
+    lengths: &[usize],
+) -> Result<Vec<References>> {
+    if group.size() == 1 {
+        return Ok(read);
+    }
+    let mine = match group.is_root() {
+        true => [numbers(&read), known(&read)].concat(),
+        false => Vec::new(),
+    };
+    let examples = lengths.iter().sum::<usize>();
+    let bytes = examples * (EXAMPLE + 1);
+    // Where it is of other data, ranks would tell each other other numbers of pieces.
+    if group.of_root(KEPT, &(bytes as u64).to_le_bytes())? != (bytes as u64).to_le_bytes() {
+        return Err(elsewhere(0, KEPT));
+    }
+    let mut all = Vec::with_capacity(bytes);
+    for start in (0..bytes).step_by(PIECE) {
+        let piece = mine.get(start..bytes.min(start + PIECE)).unwrap_or_default();
+        all.extend(group.of_root(KEPT, piece)?);
+    }
+    let (numbers, known) =
+        all.split_at_checked(examples * EXAMPLE).ok_or_else(|| elsewhere(0, KEPT))?;
+    Ok(of_parts(numbers, known, lengths))
 }
 
 /// The numbers as a file has them, of an example that isn't known zeros.
@@ -158,9 +191,14 @@ fn known(all: &[References]) -> Vec<u8> {
     examples.map(|it| u8::from(it.is_some())).collect()
 }
 
-/// Whether a folder of checkpoints keeps all of them.
-pub(super) fn are_kept(folder: &Path, hash: &str, lengths: &[usize]) -> bool {
-    matches!(read(folder, hash, lengths), Ok(Some(all)) if are_complete(&all))
+/// Those of data sets with so many examples each, of their [`numbers`] and of which are [`known`].
+fn of_parts(numbers: &[u8], known: &[u8], lengths: &[usize]) -> Vec<References> {
+    let numbers: Vec<f64> =
+        numbers.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
+    let pairs = numbers.as_chunks::<2>().0.iter().zip(known);
+    let mut examples = pairs.map(|(pair, known)| (*known == 1).then_some(*pair));
+    let of = |length: &usize| References(examples.by_ref().take(*length).collect());
+    lengths.iter().map(of).collect()
 }
 
 /// Those of several data sets as they are kept in a folder of checkpoints, if they were computed from what has this hash;
@@ -211,16 +249,21 @@ pub(super) fn read(
             "is not what was written here: the XXH3 of its numbers is {content}, expected {expected}"
         )));
     }
-    let numbers: Vec<f64> =
-        tensor.data().as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
-    let pairs = numbers.as_chunks::<2>().0.iter().zip(flags);
-    let mut examples = pairs.map(|(pair, flag)| (flag == 1).then_some(*pair));
-    let of = |length: &usize| References(examples.by_ref().take(*length).collect());
-    Ok(Some(lengths.iter().map(of).collect()))
+    Ok(Some(of_parts(tensor.data(), &flags, lengths)))
 }
 
-/// Keeps those of several data sets, all or some of them, in a folder of checkpoints, which is made where it is missing.
-pub(super) fn write(folder: &Path, hash: &str, all: &[References]) -> Result<()> {
+/// Keeps those of several data sets, all or some of them, in a folder of checkpoints, unless it has as many: computing them
+/// takes long.
+pub(super) fn keep(folder: &Path, hash: &str, all: &[References]) -> Result<()> {
+    let lengths: Vec<usize> = all.iter().map(|references| references.0.len()).collect();
+    match read(folder, hash, &lengths) {
+        Ok(Some(kept)) if count(&kept) >= count(all) => Ok(()),
+        _ => write(folder, hash, all),
+    }
+}
+
+/// Writes those of several data sets into a folder of checkpoints, which is made where it is missing.
+fn write(folder: &Path, hash: &str, all: &[References]) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let path = folder.join(FILE);
     let (bytes, flags) = (numbers(all), known(all));
@@ -264,12 +307,9 @@ mod tests {
             let found = read("a hash", &[2, 1]).unwrap().unwrap();
             assert_eq!(found, written);
             assert_eq!(are_complete(&found), are_all);
-            assert_eq!(are_kept(folder.path(), "a hash", &[2, 1]), are_all);
-            assert_eq!(fingerprint(&found), fingerprint(&written));
             assert!(read("another", &[2, 1]).unwrap().is_none());
             assert!(read("a hash", &[2, 2]).unwrap_err().to_string().contains("expected [4, 2]"));
         }
-        assert_ne!(fingerprint(&all(None)), fingerprint(&all(Some([0.0; 2]))));
         // A flag that has changed is noticed as a number is.
         let path = folder.path().join(FILE);
         let mut bytes = std::fs::read(&path).unwrap();
@@ -277,5 +317,28 @@ mod tests {
         std::fs::write(&path, bytes).unwrap();
         let error = read(folder.path(), "a hash", &[2, 1]).unwrap_err().to_string();
         assert!(error.contains("is not what was written here"), "{error}");
+    }
+
+    #[test]
+    fn what_is_kept_is_replaced_by_more_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |known: &[Option<[f64; 2]>]| vec![References(known.to_vec())];
+        let (none, one, two) =
+            (of(&[None, None]), of(&[Some([1.0; 2]), None]), of(&[Some([1.0; 2]); 2]));
+        let kept = |hash| read(folder.path(), hash, &[2]).unwrap();
+        for (all, expected) in [(&none, &none), (&one, &one), (&none, &one), (&two, &two)] {
+            keep(folder.path(), "a hash", all).unwrap();
+            assert_eq!(kept("a hash").as_ref(), Some(expected));
+        }
+        for all in [&none, &one] {
+            keep(folder.path(), "a hash", all).unwrap();
+            assert_eq!(kept("a hash").as_ref(), Some(&two));
+        }
+        // What is of other data, or damaged, isn't more.
+        keep(folder.path(), "another", &none).unwrap();
+        assert_eq!(kept("another"), Some(none.clone()));
+        std::fs::write(folder.path().join(FILE), "nothing").unwrap();
+        keep(folder.path(), "a hash", &one).unwrap();
+        assert_eq!(kept("a hash"), Some(one));
     }
 }

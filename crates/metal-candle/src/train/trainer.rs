@@ -720,34 +720,27 @@ impl<'a> Trainer<'a> {
         if !self.options.precompute_ref_log_probs {
             return Ok(true);
         }
-        let folder = checkpoint::parent(&self.output);
         if self.known.is_empty() {
             let folders = self.reference_folders(self.origin.as_ref().map(|it| &*it.parent));
             if self.adapter.is_full() && self.adapter.parameters().partition().is_none() {
                 let hash = self.in_turn(|| self.adapter.parameters().fingerprint())?;
                 self.state.reference_weights = Some(format!("{hash:016x}"));
             }
-            let weights = self.state.reference_weights.clone();
-            let found = self.references(&folders, weights.as_deref())?;
-            if !references::are_complete(&found) {
-                self.keep_references(weights.as_deref(), &found)?;
-                return Ok(false);
-            }
-            self.known = found;
+            self.known = self.kept_references(&folders, self.state.reference_weights.as_deref())?;
         }
-        let weights = self.state.reference_weights.as_deref();
-        let (hash, lengths) = self.references_wanted(weights);
-        if !references::are_kept(&folder, &hash, &lengths) {
-            self.keep_references(weights, &self.known)?;
-        }
-        Ok(true)
+        let mut known = std::mem::take(&mut self.known);
+        let computed = self.compute_references(&mut known);
+        self.known = known;
+        computed?;
+        self.keep_references(self.state.reference_weights.as_deref(), &self.known)?;
+        Ok(references::are_complete(&self.known))
     }
 
     /// Keeps what is known of the reference beside the run's checkpoints.
     fn keep_references(&self, weights: Option<&str>, known: &[References]) -> Result<()> {
         let (hash, _) = self.references_wanted(weights);
         match self.group.is_root() {
-            true => references::write(&checkpoint::parent(&self.output), &hash, known),
+            true => references::keep(&checkpoint::parent(&self.output), &hash, known),
             false => Ok(()),
         }
     }
@@ -764,9 +757,8 @@ impl<'a> Trainer<'a> {
         }
         let folders = self.reference_folders(Some(parent));
         let weights = state.reference_weights.as_deref();
-        let (hash, lengths) = self.references_wanted(weights);
-        let is_kept = |folder: &PathBuf| references::are_kept(folder, &hash, &lengths);
-        if !folders.iter().any(is_kept) {
+        let mut known = self.kept_references(&folders, weights)?;
+        if !references::are_complete(&known) {
             // Of weights in parts there is no hash of all.
             let found = match self.adapter.parameters().partition() {
                 None => Some(format!("{:016x}", self.adapter.parameters().fingerprint()?)),
@@ -780,15 +772,15 @@ impl<'a> Trainer<'a> {
                 ));
             }
         }
-        let found = self.references(&folders, weights)?;
-        if !references::are_complete(&found) {
-            self.keep_references(weights, &found)?;
+        self.compute_references(&mut known)?;
+        if !references::are_complete(&known) {
+            self.keep_references(weights, &known)?;
             return Err(Error::file(
                 parent.join(references::FILE),
                 "was missing or damaged, and the run is to stop before all of it is computed again; resume the run as before",
             ));
         }
-        self.known = found;
+        self.known = known;
         Ok(())
     }
 
@@ -808,39 +800,41 @@ impl<'a> Trainer<'a> {
         (self.state.fingerprint.of_references(self.model.dtype(), weights), lengths)
     }
 
-    /// The log-probabilities under the reference: from the first of these folders of checkpoints that has them, or computed;
-    /// not all, if the run is to stop meanwhile. In full fine-tuning the reference is what is trained, as long as that is what it
-    /// was in the beginning.
-    fn references(&self, folders: &[PathBuf], weights: Option<&str>) -> Result<Vec<References>> {
+    /// The log-probabilities under the reference, all or some of them, as rank 0 reads them: of these folders of checkpoints that
+    /// which has the most.
+    fn kept_references(
+        &self,
+        folders: &[PathBuf],
+        weights: Option<&str>,
+    ) -> Result<Vec<References>> {
         let (hash, lengths) = self.references_wanted(weights);
         let none = || lengths.iter().map(|length| References::none(*length)).collect();
         let mut known: Option<Vec<References>> = None;
-        for folder in folders {
+        for folder in folders.iter().filter(|_| self.group.is_root()) {
             match references::read(folder, &hash, &lengths) {
-                Ok(_) if known.as_deref().is_some_and(references::are_complete) => {}
-                Ok(read) => known = read.or(known),
+                Ok(read) => {
+                    known = known.into_iter().chain(read).max_by_key(|all| references::count(all))
+                }
                 Err(error) => tracing::warn!("{error}; what it holds is computed again"),
             }
         }
-        let mut known = known.unwrap_or_else(none);
-        // Ranks go on together only from what all have read.
-        let mine = references::fingerprint(&known).to_le_bytes();
-        let of_ranks = self.group.gather("what is known of the reference", &mine)?;
-        if of_ranks.iter().any(|of_rank| of_rank != &mine) {
-            known = none();
-        }
+        references::of_root(self.group, known.unwrap_or_else(none), &lengths)
+    }
+
+    /// Computes what of them isn't known, as long as the run isn't to stop. In full fine-tuning the reference is what is
+    /// trained, as long as that is what it was in the beginning.
+    fn compute_references(&self, known: &mut [References]) -> Result<()> {
         let task = match self.adapter.is_full() {
             true => Task { reference: Some(&self.adapter), ..self.task() },
             false => self.task(),
         };
         let stop = || self.stop.load(Ordering::Relaxed);
-        for (batches, known) in std::iter::once(self.batches).chain(self.validation).zip(&mut known)
-        {
+        for (batches, known) in std::iter::once(self.batches).chain(self.validation).zip(known) {
             if !known.compute(&task, batches, self.group, &stop)? {
                 break;
             }
         }
-        Ok(known)
+        Ok(())
     }
 
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {

@@ -722,7 +722,19 @@ fn what_the_reference_says_is_kept_where_ranks_are_stopped() {
     };
     // Two batches each; of the second, the second rank has no row.
     let (batches, validation) = (of(3), of(3));
+    const FILE: &str = "checkpoints/reference_logps.safetensors";
+    const STEP: &str = "checkpoints/step-00000000";
     let run = |output: &Path, is_full: bool, stops_at: Option<u64>| {
+        // The second has its own folder, with the checkpoint and without what is known.
+        let other = tempfile::tempdir().unwrap();
+        if output.join(STEP).is_dir() {
+            std::fs::create_dir_all(other.path().join(STEP)).unwrap();
+            for entry in std::fs::read_dir(output.join(STEP)).unwrap() {
+                let entry = entry.unwrap();
+                let to = other.path().join(STEP).join(entry.file_name());
+                std::fs::copy(entry.path(), to).unwrap();
+            }
+        }
         let options = TrainOptions {
             objective: Objective::Dpo(DpoOptions::default()),
             precompute_ref_log_probs: true,
@@ -745,6 +757,7 @@ fn what_the_reference_says_is_kept_where_ranks_are_stopped() {
             // One of them is asked, and all stop.
             let stops_at = stops_at.filter(|_| Collectives::rank(&**thread) == 1);
             let stopping = Stopping::new(thread, stops_at);
+            let output = if Collectives::rank(&**thread) == 1 { other.path() } else { output };
             let mut trainer =
                 Trainer::new(&model, &adapter, &batches, options.clone(), output, "llama")
                     .unwrap()
@@ -774,8 +787,7 @@ fn what_the_reference_says_is_kept_where_ranks_are_stopped() {
         // Asked before the second batch.
         let (outcome, step, told, _) = run(parts.path(), is_full, Some(1));
         assert_eq!((outcome, step, told), (Outcome::Interrupted, 0, 2), "full: {is_full}");
-        assert!(parts.path().join("checkpoints/step-00000000").is_dir());
-        const FILE: &str = "checkpoints/reference_logps.safetensors";
+        assert!(parts.path().join(STEP).is_dir());
         let read = |folder: &Path| std::fs::read(folder.join(FILE)).unwrap();
         assert!(read(parts.path()) != read(whole.path()));
         // Asked before the validation data's first batch, and then not at all: what is known isn't computed again.
