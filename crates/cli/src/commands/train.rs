@@ -572,7 +572,7 @@ fn divide(
     }
     let before = file.insert(KEY.into(), each.into());
     let before = before.unwrap_or_else(|| BatchOptions::default().batch_size.into());
-    if before == Value::from(each) {
+    if before == each {
         return Ok(None);
     }
     let before = serde_yaml_ng::to_string(&before)?;

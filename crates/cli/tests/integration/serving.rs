@@ -109,7 +109,7 @@ fn an_empty_key_is_none_and_a_server_that_is_told_to_stop_exits_with_0() {
     send(&server.child, libc::SIGTERM);
     assert_eq!(server.child.wait().unwrap().code(), Some(0));
     let stderr = place.fails(2, &["serve", "-m", "x", "--api-key", ""]);
-    assert!(stderr.contains("api_key: is empty"), "{stderr}");
+    assert!(stderr.contains("api_key: has no key in it"), "{stderr}");
 }
 
 #[test]

@@ -139,10 +139,16 @@ fn who_waits_elsewhere_learns_of_a_rank_that_stands_still() {
     }
 }
 
+/// After which no rank is in its start any more, where it would answer.
+const STARTED: Duration = Duration::from_secs(2);
+
 /// Ranks 0 and 1 notice over another way that one is lost, and rank 3 looks at its connection alone.
 fn of_cut(lost: impl Fn(Star) + Copy + Send + 'static) -> Vec<Error> {
     let all = each(4, LONG, move |star| match star.rank() {
-        0 | 1 => Some(star.cut("remote process exited")),
+        0 | 1 => {
+            thread::sleep(STARTED);
+            Some(star.cut("remote process exited"))
+        }
         2 => {
             lost(star);
             None
@@ -162,7 +168,7 @@ fn a_rank_that_another_way_has_lost_is_named() {
     }
     // Its machine is gone: the connection stays, and nobody answers.
     let found = of_cut(|star| {
-        thread::sleep(GRACE + Duration::from_secs(3));
+        thread::sleep(STARTED + GRACE + Duration::from_secs(3));
         drop(star);
     });
     for error in found {
@@ -205,9 +211,12 @@ fn a_way_of_rank_0_that_fails_where_all_answer_is_told_as_its_own() {
 fn all_that_do_not_answer_are_named() {
     let all = each(4, LONG, |star| match star.rank() {
         0 => Some(watch(&star)),
-        1 => Some(star.cut("remote process exited")),
+        1 => {
+            thread::sleep(STARTED);
+            Some(star.cut("remote process exited"))
+        }
         _ => {
-            thread::sleep(GRACE + Duration::from_secs(3));
+            thread::sleep(STARTED + GRACE + Duration::from_secs(3));
             None
         }
     });
