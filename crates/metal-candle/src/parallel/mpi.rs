@@ -194,7 +194,10 @@ impl Mpi {
     /// Whether rank 0 has said that it is busy; takes all that it has said of it.
     fn hears_busy(&self) -> Result<bool> {
         let mut heard = false;
-        while self.rank > 0 {
+        if self.rank == 0 {
+            return Ok(heard);
+        }
+        loop {
             let mut is_there = 0;
             let world = self.world.as_raw();
             // SAFETY: the communicator is MPI's, and MPI writes to the flag alone.
@@ -202,7 +205,7 @@ impl Mpi {
                 unsafe { ffi::MPI_Iprobe(0, BUSY, world, &mut is_there, ffi::RSMPI_STATUS_IGNORE) };
             self.check(0, code)?;
             if is_there == 0 {
-                break;
+                return Ok(heard);
             }
             let kind = u8::equivalent_datatype();
             // SAFETY: as above; the message is there and has no content, so nothing is written and nothing waits.
@@ -220,7 +223,6 @@ impl Mpi {
             self.check(0, code)?;
             heard = true;
         }
-        Ok(heard)
     }
 
     /// Sends the same to all others, and takes what they send: so many elements of each.
