@@ -109,19 +109,19 @@ impl Conversation {
             Choice::None => &[],
             _ => self.tools.as_slice(),
         };
-        let format = Format::of(template);
-        let messages = (self.field, self.messages.clone());
-        let (messages, tools) = tools::fit(messages, tools, format, template)?;
         let mut variables = app.variables.clone();
         variables.extend(self.variables.clone());
-        let options = RenderOptions {
-            add_generation_prompt: goes_on,
-            tools: tools.as_deref(),
-            variables: Some(&variables),
-            now: None,
-        };
-        let rendered = template.render(&messages, &options);
-        rendered.map_err(|error| ApiError::from(error).about(self.field))
+        let messages = (self.field, self.messages.as_slice());
+        tools::rendered(messages, tools, template, |messages, tools| {
+            let options = RenderOptions {
+                add_generation_prompt: goes_on,
+                tools,
+                variables: Some(&variables),
+                now: None,
+            };
+            let rendered = template.render(messages, &options);
+            rendered.map_err(|error| ApiError::from(error).about(self.field))
+        })
     }
 
     /// What the engine is asked about the conversation that `read` makes of a request, with the model of this name.

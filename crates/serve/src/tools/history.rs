@@ -9,12 +9,67 @@ use sha2::{Digest, Sha256};
 
 /// The length of identifiers that Mistral's templates want.
 const SHORT_ID: usize = 9;
+/// The field of a message that has its calls.
+const CALLS: &str = "tool_calls";
+
+/// The form of calls' arguments. Most templates want objects, which they write as their family does; some put a text
+/// between others and fail with an object.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Arguments {
+    /// An object.
+    Objects,
+    /// An object's JSON, as the client wrote it.
+    Texts,
+}
+
+/// What a template writes of a conversation, by `render`, which is given the messages and the tools as the template can
+/// have them.
+///
+/// # Errors
+/// That of [`fit`], or of `render` where it fails with both forms of arguments: the one with objects.
+pub fn rendered(
+    (field, messages): (&str, &[Message]),
+    tools: &[Tool],
+    template: &ChatTemplate,
+    render: impl Fn(&[Message], Option<&[Value]>) -> Result<String>,
+) -> Result<String> {
+    let format = Format::of(template);
+    let fitted = |form: Arguments| {
+        let messages = messages.iter().map(|message| with_arguments(message, form)).collect();
+        fit((field, messages), tools, format, template)
+    };
+    let (objects, shown) = fitted(Arguments::Objects)?;
+    let error = match render(&objects, shown.as_deref()) {
+        Err(error) if objects.iter().any(|message| message.get(CALLS).is_some()) => error,
+        other => return other,
+    };
+    let (texts, shown) = fitted(Arguments::Texts)?;
+    render(&texts, shown.as_deref()).map_err(|_| error)
+}
+
+/// The message with the arguments of its calls in this form.
+fn with_arguments(message: &Message, form: Arguments) -> Message {
+    let Some(Value::Array(calls)) = message.get(CALLS) else { return message.clone() };
+    let mut calls = calls.clone();
+    for call in &mut calls {
+        let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };
+        let changed = match (form, &*arguments) {
+            (Arguments::Objects, Value::String(text)) => serde_json::from_str(text).ok(),
+            (Arguments::Texts, Value::Object(_)) => Some(Value::from(arguments.to_string())),
+            _ => None,
+        };
+        if let Some(changed) = changed {
+            *arguments = changed;
+        }
+    }
+    message.clone().with(CALLS, Value::Array(calls))
+}
 
 /// The conversation, which `field` has, as the template can have it, and the tools that the template is given.
 ///
 /// # Errors
 /// A 400 that names the field, when there is no message that could tell of tools.
-pub fn fit(
+fn fit(
     (field, mut messages): (&str, Vec<Message>),
     tools: &[Tool],
     format: &Format,
@@ -24,7 +79,7 @@ pub fn fit(
     if format.short_ids {
         messages = messages.into_iter().map(with_short_ids).collect();
     }
-    if !template.mentions("tool_calls") {
+    if !template.mentions(CALLS) {
         messages = messages.into_iter().map(|message| told(message, format)).collect();
     }
     if shown.is_empty() {
@@ -74,7 +129,7 @@ fn told(message: Message, format: &Format) -> Message {
         let result = message.text().unwrap_or_default();
         return Message::new("user", format!("<tool_response>\n{result}\n</tool_response>"));
     }
-    let Some(Value::Array(calls)) = message.get("tool_calls") else { return message };
+    let Some(Value::Array(calls)) = message.get(CALLS) else { return message };
     let written: Vec<String> = calls
         .iter()
         .filter_map(|call| call.get("function"))
@@ -97,7 +152,7 @@ fn told(message: Message, format: &Format) -> Message {
     let text = message.text().unwrap_or_default();
     let text = if text.is_empty() { calls } else { format!("{text}\n{calls}") };
     let mut fields = message.fields().clone();
-    fields.shift_remove("tool_calls");
+    fields.shift_remove(CALLS);
     fields.insert("content".into(), Value::from(text));
     // It had a role, and has it still.
     Message::from_fields(fields).unwrap_or(message)
@@ -109,14 +164,14 @@ fn with_short_ids(message: Message) -> Message {
     if let Some(Value::String(id)) = message.get("tool_call_id") {
         changed = changed.with("tool_call_id", Value::from(short_id(id)));
     }
-    if let Some(Value::Array(calls)) = message.get("tool_calls") {
+    if let Some(Value::Array(calls)) = message.get(CALLS) {
         let mut calls = calls.clone();
         for call in &mut calls {
             if let Some(Value::String(id)) = call.get_mut("id") {
                 *id = short_id(id);
             }
         }
-        changed = changed.with("tool_calls", Value::Array(calls));
+        changed = changed.with(CALLS, Value::Array(calls));
     }
     changed
 }
@@ -133,6 +188,7 @@ fn short_id(id: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use metal_candle::text::RenderOptions;
     use serde_json::json;
 
     fn template(source: &str) -> ChatTemplate {
@@ -197,5 +253,45 @@ mod tests {
         assert_eq!(fitted[1].get("tool_calls").unwrap()[0]["id"], id);
         assert!(id.len() == 9 && id.chars().all(|it| it.is_ascii_alphanumeric()));
         assert_eq!(short_id("abcdefgh1"), "abcdefgh1");
+    }
+
+    /// The conversation as a template writes it, with arguments as this client wrote them.
+    fn written(template: &ChatTemplate, arguments: Value, tools: &[Tool]) -> Result<String> {
+        let function = json!({"name": "f", "arguments": arguments});
+        let call = json!({"id": "call_1", "type": "function", "function": function});
+        let messages = messages(json!([
+            {"role": "user", "content": "Do it."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "done", "tool_call_id": "call_1"}
+        ]));
+        rendered(("messages", &messages), tools, template, |messages, tools| {
+            let options = RenderOptions { tools, ..RenderOptions::default() };
+            Ok(template.render(messages, &options)?)
+        })
+    }
+
+    #[test]
+    fn templates_get_arguments_in_the_form_that_they_can_write() {
+        let looped = |inner: &str| {
+            template(&format!(
+                "{{% for message in messages %}}{{% for call in message.tool_calls or [] %}}{inner}{{% endfor %}}{{% endfor %}}"
+            ))
+        };
+        // As DeepSeek's R1 writes calls.
+        let joined = looped("{{ '```json\n' + call['function']['arguments'] + '\n```' }}");
+        let text = "{ \"a\":  1.0 }";
+        assert_eq!(written(&joined, json!(text), &[]).unwrap(), format!("```json\n{text}\n```"));
+        // Anthropic's clients give objects.
+        let given = written(&joined, json!({"a": 1}), &[]).unwrap();
+        assert_eq!(given, "```json\n{\"a\":1}\n```");
+        let items = looped(
+            "{% for key, value in call.function.arguments|items %}{{ key }}={{ value }}{% endfor %}",
+        );
+        assert_eq!(written(&items, json!("{\"a\": 1}"), &[]).unwrap(), "a=1");
+        // Where neither will do, what is wrong with objects is told.
+        let neither =
+            looped("{{ raise_exception('mapping: ' ~ (call.function.arguments is mapping)) }}");
+        let error = written(&neither, json!("{}"), &[]).unwrap_err();
+        assert!(error.message.to_lowercase().contains("mapping: true"), "{}", error.message);
     }
 }

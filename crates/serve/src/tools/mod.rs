@@ -14,7 +14,7 @@ mod parser;
 
 pub use formats::{Format, Thinking};
 pub use grammar::{Forced, constrain};
-pub use history::fit;
+pub use history::rendered;
 pub use markers::Markers;
 pub use parser::{Call, Parser, Part};
 

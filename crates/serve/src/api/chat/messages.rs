@@ -5,7 +5,7 @@ use crate::error::{ApiError, Result};
 use metal_candle::text::{ChatTemplate, Message};
 use serde_json::{Map, Value, json};
 
-/// The messages of a request, which `field` has, as chat templates know them: each content one string, and the arguments of calls objects.
+/// The messages of a request, which `field` has, as chat templates know them: the arguments of calls texts.
 ///
 /// # Errors
 /// A 400 that names the field that is wrong.
@@ -166,7 +166,8 @@ fn text(place: &str, content: Value) -> Result<String> {
     Ok(text)
 }
 
-/// Calls with their arguments as objects, which is how templates know them.
+/// Calls with their arguments as the client wrote them, which are the JSON of an object. What form of them the template
+/// is shown is decided when it is rendered.
 fn tool_calls(place: &str, calls: Value) -> Result<Value> {
     let Value::Array(calls) = calls else {
         return Err(ApiError::field(place, "expected a list of calls"));
@@ -187,10 +188,11 @@ fn tool_calls(place: &str, calls: Value) -> Result<Value> {
             return Err(wrong(".function.name", "expected a string"));
         };
         let arguments = given("arguments").map(|arguments| match arguments.trim() {
-            "" => Ok(Value::Object(Map::new())),
-            arguments => serde_json::from_str(arguments),
+            "" => "{}",
+            _ => arguments,
         });
-        let Some(Ok(arguments @ Value::Object(_))) = arguments else {
+        let is_object = |text: &&str| serde_json::from_str::<Map<String, Value>>(text).is_ok();
+        let Some(arguments) = arguments.filter(is_object) else {
             return Err(wrong(
                 ".function.arguments",
                 "expected a string with the JSON of an object",
@@ -230,7 +232,7 @@ mod tests {
         assert_eq!(read[0], Message::new("system", "Be brief.").with("name", json!("d")));
         assert_eq!(read[1], Message::new("user", "ab"));
         let arguments = &read[2].get("tool_calls").unwrap()[0]["function"]["arguments"];
-        assert_eq!((arguments, read[2].text().unwrap().as_str()), (&json!({"a": 1}), ""));
+        assert_eq!((arguments, read[2].text().unwrap().as_str()), (&json!("{\"a\": 1}"), ""));
         assert_eq!(read[3].get("tool_call_id"), Some(&json!("call_1")));
         assert_eq!(read[4].get("reasoning_content"), Some(&json!("hm")));
         let knows =
