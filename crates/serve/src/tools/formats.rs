@@ -46,7 +46,7 @@ pub enum Placement {
     Template,
     /// The chat template writes them where the first message has them as a text.
     System,
-    /// The first message is told of them, as the template knows nothing of tools.
+    /// The first message is told of them, as the template knows nothing of tools or has a format that isn't in the table.
     Text,
 }
 
@@ -124,7 +124,7 @@ static FORMATS: &[Format] = &[
     },
 ];
 
-/// For templates that know nothing of tools: the model is told how to write.
+/// For templates that know nothing of tools, or that have a format of their own: the model is told how to write.
 static TOLD: Format = Format {
     name: "told",
     signs: &[],
@@ -137,9 +137,16 @@ static TOLD: Format = Format {
     short_ids: false,
 };
 
+/// Templates with one of these write calls otherwise than the table's formats, whose markers some of them have: GLM's,
+/// Qwen3-Coder's and functionary's, MiniMax's.
+const OTHERS: [&str; 3] = ["<arg_key>", "<function=", "<invoke "];
+
 impl Format {
     /// The format of models with this template.
     pub fn of(template: &ChatTemplate) -> &'static Self {
+        if OTHERS.iter().any(|sign| template.contains(sign)) {
+            return &TOLD;
+        }
         let has_sign = |format: &&Self| format.signs.iter().any(|sign| template.contains(sign));
         FORMATS.iter().find(has_sign).unwrap_or(&TOLD)
     }
@@ -210,6 +217,9 @@ mod tests {
             ("{{ '<tool_call>\\n' }}", "hermes"),
             ("{{ '<|python_tag|>' }}", "llama3"),
             ("{{ messages[0].content }}", "told"),
+            ("{{ '<tool_call>' + name + '<arg_key>' }}", "told"),
+            ("{{ '<|python_tag|>' }}{{ '<function=' + name + '>' }}", "told"),
+            ("{{ ns_token + '<tool_call>' }}{{ '<invoke name=\"' }}", "told"),
         ] {
             assert_eq!(Format::of(&template(source)).name, name, "{source}");
         }

@@ -1,4 +1,5 @@
-//! Tools, calls and their results in conversations, for the chat templates that know nothing of one or the other.
+//! Tools, calls and their results in conversations, for the chat templates that know nothing of one or the other, or
+//! whose format isn't in the table.
 
 use super::Tool;
 use super::formats::{Format, Placement, Shape};
@@ -79,7 +80,9 @@ fn fit(
     if format.short_ids {
         messages = messages.into_iter().map(with_short_ids).collect();
     }
-    if !template.mentions(CALLS) {
+    // Where the first message tells how calls are written, those of before are written so, too.
+    let tells = format.placement == Placement::Text && !shown.is_empty();
+    if tells || !template.mentions(CALLS) {
         messages = messages.into_iter().map(|message| told(message, format)).collect();
     }
     if shown.is_empty() {
@@ -101,18 +104,30 @@ fn fit(
             let about = description(&shown, format);
             let first = messages.first_mut();
             let Some(first) = first.filter(|it| matches!(it.role(), "system" | "user")) else {
-                let what = "the chat template knows nothing of tools, so a first message of the system or the user has \
-                            to tell of them, and there is none";
+                let what = "the server doesn't know how this chat template's model writes calls, so a first message of the system \
+                            or the user has to tell of tools, and there is none";
                 return Err(ApiError::field(field, what));
             };
-            let text = first.text().unwrap_or_default();
-            *first = first.clone().with("content", Value::from(format!("{about}\n\n{text}")));
+            *first = with_before(first, &format!("{about}\n\n"));
             Ok((messages, None))
         }
     }
 }
 
-/// What a model is told of tools whose template knows nothing of them.
+/// The message with this text before its own: before that of its first part where there are several.
+fn with_before(message: &Message, before: &str) -> Message {
+    let mut content = message.get("content").cloned().unwrap_or_default();
+    let text = match &mut content {
+        Value::Array(parts) => parts.first_mut().and_then(|part| part.get_mut("text")),
+        whole => Some(whole),
+    };
+    if let Some(text) = text {
+        *text = Value::from(format!("{before}{}", text.as_str().unwrap_or_default()));
+    }
+    message.clone().with("content", content)
+}
+
+/// What a model is told of tools whose template knows nothing of them, or has a format that isn't in the table.
 fn description(tools: &[Value], format: &Format) -> String {
     let tools: Vec<String> = tools.iter().map(Value::to_string).collect();
     let (open, close) = (format.open, format.close.unwrap_or_default());
@@ -293,5 +308,32 @@ mod tests {
             looped("{{ raise_exception('mapping: ' ~ (call.function.arguments is mapping)) }}");
         let error = written(&neither, json!("{}"), &[]).unwrap_err();
         assert!(error.message.to_lowercase().contains("mapping: true"), "{}", error.message);
+    }
+
+    #[test]
+    fn calls_are_written_as_the_first_message_tells() {
+        // It writes calls in a form of its own, and tools, too.
+        let own = template(
+            "{{ tools }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\
+             {% for call in message.tool_calls or [] %}CALL {{ call.function.name }}{% endfor %}{% endfor %}",
+        );
+        let given = written(&own, json!("{\"a\": 1}"), &[tool()]).unwrap();
+        assert!(given.contains("\n\nDo it.<assistant><tool_call>\n{\"name\":\"f\","), "{given}");
+        assert!(given.contains("<user><tool_response>\ndone\n</tool_response>"), "{given}");
+        assert!(!given.contains("CALL"), "{given}");
+        // Without tools nobody is told of a form, and the template's own is right.
+        let given = written(&own, json!("{\"a\": 1}"), &[]).unwrap();
+        assert!(given.ends_with("<user>Do it.<assistant>CALL f<tool>done"), "{given}");
+    }
+
+    #[test]
+    fn a_first_message_of_parts_tells_of_tools_in_its_first() {
+        let plain = template("{{ messages }}");
+        let parts = json!([{"type": "text", "text": "a "}, {"type": "text", "text": " b"}]);
+        let parts = ("messages", messages(json!([{"role": "user", "content": parts}])));
+        let (fitted, _) = fit(parts, &[tool()], Format::of(&plain), &plain).unwrap();
+        let texts: Vec<&str> = fitted[0].texts().collect();
+        assert!(texts[0].starts_with("You may call") && texts[0].ends_with("\n\na "), "{texts:?}");
+        assert_eq!(texts[1..], [" b"]);
     }
 }
