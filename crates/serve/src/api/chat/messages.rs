@@ -2,10 +2,11 @@
 
 use crate::conversation::MOST_MESSAGES;
 use crate::error::{ApiError, Result};
-use metal_candle::text::{ChatTemplate, Message};
+use metal_candle::text::{ChatTemplate, Message, RenderOptions};
 use serde_json::{Map, Value, json};
 
-/// The messages of a request, which `field` has, as chat templates know them: the arguments of calls texts.
+/// The messages of a request, which `field` has, as chat templates know them: contents are strings, or lists of texts
+/// where the template writes such itself, and the arguments of calls are texts.
 ///
 /// # Errors
 /// A 400 that names the field that is wrong.
@@ -24,9 +25,63 @@ pub fn read(
     }
     let knows_developer = template.mentions("developer");
     let messages = messages.into_iter().enumerate();
-    messages
-        .map(|(index, fields)| one(&format!("{field}[{index}]"), fields, knows_developer))
-        .collect()
+    let messages =
+        messages.map(|(index, fields)| one(&format!("{field}[{index}]"), fields, knows_developer));
+    let mut messages = messages.collect::<Result<Vec<_>>>()?;
+    join_parts(&mut messages, template);
+    Ok(messages)
+}
+
+/// Joins the parts of contents to one text, but for messages of roles whose parts the template writes itself: that may be
+/// another text, of trimmed parts for instance, and in training it is the template's.
+fn join_parts(messages: &mut [Message], template: &ChatTemplate) {
+    let mut known: Vec<(String, bool)> = Vec::new();
+    for message in messages {
+        if !message.get("content").is_some_and(Value::is_array) {
+            continue;
+        }
+        let role = message.role();
+        let writes = known.iter().find(|(known, _)| known == role).map(|(_, writes)| *writes);
+        let writes = writes.unwrap_or_else(|| {
+            let writes = writes_parts(template, role);
+            known.push((role.to_string(), writes));
+            writes
+        });
+        if !writes {
+            let text = message.text().unwrap_or_default();
+            *message = message.clone().with("content", Value::from(text));
+        }
+    }
+}
+
+/// Whether a template writes every part of a content that is a list, in messages of this role: tried with two parts, of
+/// which it may fail, print the list as it is, or leave out one.
+fn writes_parts(template: &ChatTemplate, role: &str) -> bool {
+    const PARTS: [&str; 2] = ["qfirstq", "qsecondq"];
+    let parts = PARTS.map(|text| json!({"type": "text", "text": text}));
+    let message = Message::new(role, "").with("content", Value::from(parts.to_vec()));
+    let user = || Message::new("user", "a");
+    let message = match role {
+        "tool" => message.with("tool_call_id", Value::from("abcdefgh1")),
+        _ => message,
+    };
+    let conversation = match role {
+        "user" => vec![message],
+        "assistant" => vec![user(), message, user()],
+        "tool" => {
+            let function = json!({"name": "f", "arguments": {}});
+            let call = json!({"id": "abcdefgh1", "type": "function", "function": function});
+            let call = Message::new("assistant", "").with("tool_calls", json!([call]));
+            vec![user(), call, message]
+        }
+        _ => vec![message, user()],
+    };
+    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+    let Ok(text) = template.render(&conversation, &options) else { return false };
+    let after = text.split_once(PARTS[0]).map(|(_, after)| after);
+    let between = after.and_then(|after| after.split_once(PARTS[1])).map(|(between, _)| between);
+    // The key stands between them where the list is printed.
+    between.is_some_and(|between| !between.contains("text"))
 }
 
 /// Who of several in a role speaks.
@@ -40,11 +95,12 @@ fn one(place: &str, mut fields: Map<String, Value>, knows_developer: bool) -> Re
         return Err(wrong("role", "expected a string"));
     };
     let content = fields.remove("content");
-    let content = content.map(|content| text(&place("content"), content)).transpose()?;
+    let content = content.map(|content| checked(&place("content"), content)).transpose()?;
+    let says = |role: &str, content| Message::new(role, "").with("content", content);
     let mut message = match (role.as_str(), content) {
-        ("system" | "user" | "tool", Some(content)) => Message::new(&role, content),
+        ("system" | "user" | "tool", Some(content)) => says(&role, content),
         ("developer", Some(content)) => {
-            Message::new(if knows_developer { "developer" } else { "system" }, content)
+            says(if knows_developer { "developer" } else { "system" }, content)
         }
         ("assistant", content) => assistant(&place(""), content, &mut fields)?,
         ("system" | "developer" | "user" | "tool", None) => {
@@ -87,7 +143,7 @@ fn one(place: &str, mut fields: Map<String, Value>, knows_developer: bool) -> Re
 /// A message that a model has written.
 fn assistant(
     place: &str,
-    content: Option<String>,
+    content: Option<Value>,
     fields: &mut Map<String, Value>,
 ) -> Result<Message> {
     let field = |name: &str| format!("{place}{name}");
@@ -113,12 +169,12 @@ fn assistant(
     let (reasoning_content, reasoning) = (string("reasoning_content")?, string("reasoning")?);
     let calls = fields.remove("tool_calls").map(|calls| tool_calls(&field("tool_calls"), calls));
     let calls = calls.transpose()?;
-    let Some(content) = content.or(refusal).or_else(|| calls.as_ref().map(|_| String::new()))
-    else {
+    let without = || calls.as_ref().map(|_| Value::from(""));
+    let Some(content) = content.or(refusal.map(Value::from)).or_else(without) else {
         let what = "is missing, expected a string or a list of texts";
         return Err(ApiError::field(field("content"), what));
     };
-    let mut message = Message::new("assistant", content);
+    let mut message = Message::new("assistant", "").with("content", content);
     if let Some(reasoning) = reasoning_content.or(reasoning) {
         message = message.with("reasoning_content", Value::from(reasoning));
     }
@@ -128,17 +184,17 @@ fn assistant(
     })
 }
 
-/// A content's text: a string, or the texts of its parts.
-fn text(place: &str, content: Value) -> Result<String> {
+/// A content: a string, or a list of parts of the type `text`.
+fn checked(place: &str, content: Value) -> Result<Value> {
     let parts = match content {
-        Value::String(text) => return Ok(text),
+        Value::String(_) => return Ok(content),
         Value::Array(parts) if !parts.is_empty() => parts,
         _ => {
             let what = "expected a string or a list of parts of the type \"text\"";
             return Err(ApiError::field(place, what));
         }
     };
-    let mut text = String::new();
+    let mut texts = Vec::new();
     for (index, part) in parts.iter().enumerate() {
         let place = format!("{place}[{index}]");
         let Some(part) = part.as_object() else {
@@ -155,7 +211,9 @@ fn text(place: &str, content: Value) -> Result<String> {
             None => return Err(ApiError::field(format!("{place}.type"), "expected \"text\"")),
         };
         match part.get(key) {
-            Some(Value::String(more)) if part.len() == 2 => text.push_str(more),
+            Some(Value::String(text)) if part.len() == 2 => {
+                texts.push(json!({"type": "text", "text": text}));
+            }
             Some(Value::String(_)) => {
                 let what = format!("expected the fields \"type\" and {key:?} alone");
                 return Err(ApiError::field(place, what));
@@ -163,7 +221,7 @@ fn text(place: &str, content: Value) -> Result<String> {
             _ => return Err(ApiError::field(format!("{place}.{key}"), "expected a string")),
         }
     }
-    Ok(text)
+    Ok(Value::from(texts))
 }
 
 /// Calls with their arguments as the client wrote them, which are the JSON of an object. What form of them the template
@@ -242,6 +300,47 @@ mod tests {
             super::read("messages", serde_json::from_value(message).unwrap(), &knows.unwrap())
                 .unwrap();
         assert_eq!(read[0].role(), "developer");
+    }
+
+    #[test]
+    fn parts_go_to_templates_that_write_all_of_them() {
+        let conversation = |message: &Value| {
+            let user = json!({"role": "user", "content": "a"});
+            let call = json!({"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+            let called = json!({"role": "assistant", "content": null, "tool_calls": [call]});
+            match message["role"].as_str().unwrap() {
+                "system" => vec![message.clone(), user],
+                "tool" => vec![user, called, message.clone()],
+                _ => vec![message.clone()],
+            }
+        };
+        let rendered = |source: &str, role: &str| {
+            let template = ChatTemplate::new(source, vec![], vec![], vec![]).unwrap();
+            let parts = json!([{"type": "text", "text": "one "}, {"type": "text", "text": " two"}]);
+            let mut message = json!({"role": role, "content": parts});
+            if role == "tool" {
+                message["tool_call_id"] = json!("abcdefgh1");
+            }
+            let messages = serde_json::from_value(conversation(&message).into()).unwrap();
+            let messages = super::read("messages", messages, &template).unwrap();
+            template.render(&messages, &RenderOptions::default()).unwrap()
+        };
+        // As Gemma 3 writes them: its system takes the first part alone.
+        let gemma = "{% for message in messages %}<{{ message.role }}>\
+            {% if message.content is string %}{{ message.content | trim }}\
+            {% elif message.role == 'system' %}{{ message.content[0].text | trim }}\
+            {% else %}{% for item in message.content %}{{ item.text | trim }}{% endfor %}{% endif %}{% endfor %}";
+        assert_eq!(rendered(gemma, "user"), "<user>onetwo");
+        assert_eq!(rendered(gemma, "system"), "<system>one  two<user>a");
+        assert_eq!(rendered(gemma, "tool"), "<user>a<assistant><tool>onetwo");
+        for plain in [
+            "{% for message in messages %}{{ message.content }}{% endfor %}",
+            "{% for message in messages %}{{ message.content | tojson if message.content is not string else message.content }}{% endfor %}",
+            "{% for message in messages %}{{ '' + message.content }}{% endfor %}",
+            "{% for message in messages %}{{ message.content if message.content is string else '' }}{% endfor %}",
+        ] {
+            assert_eq!(rendered(plain, "user"), "one  two", "{plain}");
+        }
     }
 
     #[test]
