@@ -174,10 +174,10 @@ impl Conversation {
         let marked = format.into_iter().flat_map(Format::markers);
         let marked = marked.chain(thinking.into_iter().flat_map(|(it, _)| [it.open, it.close]));
         let markers = Markers::find(tokenizer, marked)?;
-        let names = self.tools.iter().map(|tool| tool.name.clone()).collect();
+        let tools = self.tools.as_slice().into();
         let reasoning = thinking.is_some_and(|(_, is_open)| is_open);
         let thinking = thinking.map(|(thinking, _)| thinking);
-        let parser = Parser::new(format, thinking, reasoning, names, self.parallel);
+        let parser = Parser::new(format, thinking, reasoning, tools, self.parallel);
 
         let prompt_tokens = prompt.len();
         let (mut requests, mut replies) = (Vec::new(), Vec::new());

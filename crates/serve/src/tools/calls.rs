@@ -1,6 +1,7 @@
 //! The calls in what stands between a format's markers, with arguments exactly as the model wrote them.
 
 use super::formats::{CALL_ID, Format, Shape};
+use super::{Tool, parameters};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Deserializer, Value};
 
@@ -21,8 +22,9 @@ pub enum Read {
     Wrong,
 }
 
-/// Reads the calls in a body: objects or lists of them, one after the other, or names with arguments.
-pub fn read(format: &Format, body: &str) -> Read {
+/// Reads the calls in a body: objects or lists of them, one after the other, or names with arguments. Of `tools` are the
+/// schemas of arguments that aren't written as JSON.
+pub fn read(format: &Format, body: &str, tools: &[Tool]) -> Read {
     let mut calls = Vec::new();
     let mut rest = body.trim_start();
     loop {
@@ -32,6 +34,10 @@ pub fn read(format: &Format, body: &str) -> Read {
                 Ok(rest)
             }),
             (Some(_), Shape::Named(marker)) => named(rest, marker, &mut calls),
+            (Some(_), Shape::Parameters) => parameters::read(rest, tools).map(|(call, rest)| {
+                calls.push(call);
+                rest
+            }),
             (Some(_), _) => Err(Stop::Wrong),
             (None, _) => Err(Stop::Unfinished),
         };
@@ -55,8 +61,10 @@ pub fn read(format: &Format, body: &str) -> Read {
 
 /// Why reading ended.
 #[derive(Debug, PartialEq)]
-enum Stop {
+pub enum Stop {
+    /// The text is the beginning of what was to be read.
     Unfinished,
+    /// It is something else.
     Wrong,
 }
 
@@ -152,7 +160,7 @@ mod tests {
     use super::*;
 
     fn calls(format: &str, body: &str) -> Vec<(String, String)> {
-        match read(Format::named(format), body) {
+        match read(Format::named(format), body, &[]) {
             Read::Calls(calls, rest) if rest.is_empty() => calls,
             other => panic!("{body}: {other:?}"),
         }
@@ -187,7 +195,7 @@ mod tests {
 
     #[test]
     fn what_is_no_call_is_told_from_what_is_none_yet() {
-        let hermes = |body: &str| read(Format::named("hermes"), body);
+        let hermes = |body: &str| read(Format::named("hermes"), body, &[]);
         for body in ["", " {", r#"{"name": "f", "arguments": {"a": "</"#, "[", r#"[{"name": "f"}"#]
         {
             assert_eq!(hermes(body), Read::Unfinished, "{body}");
@@ -205,11 +213,11 @@ mod tests {
             assert_eq!(hermes(body), Read::Wrong, "{body}");
         }
         let mistral = Format::named("mistral-named");
-        assert_eq!(read(mistral, "f[AR"), Read::Unfinished);
-        assert_eq!(read(mistral, "f {"), Read::Wrong);
+        assert_eq!(read(mistral, "f[AR", &[]), Read::Unfinished);
+        assert_eq!(read(mistral, "f {", &[]), Read::Wrong);
         let deep = "[".repeat(1 << 16);
         assert_eq!(hermes(&deep), Read::Unfinished);
-        let followed = read(mistral, r#"f[ARGS]{} and"#);
+        let followed = read(mistral, r#"f[ARGS]{} and"#, &[]);
         assert_eq!(followed, Read::Calls(vec![call("f", "{}")], "and".into()));
     }
 }

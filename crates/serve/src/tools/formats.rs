@@ -37,6 +37,8 @@ pub enum Shape {
     List,
     /// A tool's name, this marker and its arguments.
     Named(&'static str),
+    /// A tag with the tool's name and tags with the arguments; several calls have markers of their own.
+    Parameters,
 }
 
 /// How the tools get into the prompt.
@@ -98,6 +100,19 @@ static FORMATS: &[Format] = &[
         placement: Placement::Template,
         short_ids: false,
     },
+    // Qwen3-Coder, Qwen 3.5, Nemotron 3.
+    Format {
+        name: "qwen3-coder",
+        // As it stands in a string of the template, and as it stands in its text.
+        signs: &["<tool_call>\\n<function=", "<tool_call>\n<function="],
+        open: "<tool_call>",
+        close: Some("</tool_call>"),
+        bare: false,
+        shape: Shape::Parameters,
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: false,
+    },
     // Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4.
     Format {
         name: "hermes",
@@ -137,17 +152,18 @@ static TOLD: Format = Format {
     short_ids: false,
 };
 
-/// Templates with one of these write calls otherwise than the table's formats, whose markers some of them have: GLM's,
-/// Qwen3-Coder's and functionary's, MiniMax's.
+/// Templates with one of these write calls otherwise than the table's formats of JSON, whose markers some of them have:
+/// GLM's, functionary's, MiniMax's.
 const OTHERS: [&str; 3] = ["<arg_key>", "<function=", "<invoke "];
 
 impl Format {
     /// The format of models with this template.
     pub fn of(template: &ChatTemplate) -> &'static Self {
-        if OTHERS.iter().any(|sign| template.contains(sign)) {
-            return &TOLD;
-        }
-        let has_sign = |format: &&Self| format.signs.iter().any(|sign| template.contains(sign));
+        let is_other = OTHERS.iter().any(|sign| template.contains(sign));
+        let has_sign = |format: &&Self| {
+            (!is_other || format.shape == Shape::Parameters)
+                && format.signs.iter().any(|sign| template.contains(sign))
+        };
         FORMATS.iter().find(has_sign).unwrap_or(&TOLD)
     }
 
@@ -155,7 +171,7 @@ impl Format {
     pub fn markers(&self) -> impl Iterator<Item = &'static str> {
         let inner = match self.shape {
             Shape::Named(marker) => [Some(marker), Some(CALL_ID)],
-            Shape::Object(..) | Shape::List => [None, None],
+            Shape::Object(..) | Shape::List | Shape::Parameters => [None, None],
         };
         [Some(self.open), self.close].into_iter().chain(inner).flatten()
     }
@@ -215,6 +231,9 @@ mod tests {
             ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4-mini"),
             ("{{ '<|tool_call|>' }}", "granite"),
             ("{{ '<tool_call>\\n' }}", "hermes"),
+            ("{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}", "qwen3-coder"),
+            ("<tool_call>\n<function={{ call.name }}>\n<parameter=", "qwen3-coder"),
+            ("{{ '<seed:tool_call>\\n<function=' + call.name }}", "told"),
             ("{{ '<|python_tag|>' }}", "llama3"),
             ("{{ messages[0].content }}", "told"),
             ("{{ '<tool_call>' + name + '<arg_key>' }}", "told"),

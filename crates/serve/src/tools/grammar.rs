@@ -3,20 +3,23 @@
 //! ```text
 //! start: thoughts? (calls | answer)      calls alone where one is asked for
 //! calls: open call close ...             as the family's format has it
-//! call:  {"name": "f", "arguments": ...  JSON of the tool's schema
+//! call:  {"name": "f", "arguments": ...  JSON of the tool's schema, or its properties one by one between tags
 //! ```
 
 use super::formats::{Format, Shape, Thinking};
 use super::markers::is_left_out;
+use super::parameters::{self, END_FUNCTION, END_PARAMETER, FUNCTION, Kind, PARAMETER};
 use super::{Choice, Tool};
-use crate::constraint::{Constraint, quoted};
-use crate::error::Result;
+use crate::constraint::{Constraint, LARGEST, quoted};
+use crate::error::{ApiError, Result};
 use metal_candle::text::Tokenizer;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
 /// Calls of one text where one at least is asked for, at most.
 const MOST_FORCED: usize = 8;
+/// The bytes of a grammar in which definitions are repeated, at most.
+const LARGEST_GRAMMAR: usize = 4 * LARGEST;
 
 /// What a text has to have.
 #[derive(Debug)]
@@ -147,6 +150,13 @@ impl Rules<'_> {
                 self.add("calls", &format!("call{}", more("call")));
                 self.add("call", &format!("{open} one"));
             }
+            Shape::Parameters => {
+                let newline = quoted("\n");
+                self.add("calls", &format!("call{}", more(&format!("{newline} call"))));
+                self.add("call", &format!("{open} {newline} one {newline} {close}"));
+                let end = quoted(&format!("\n{END_PARAMETER}\n"));
+                self.add("text[lazy]", &format!("/(.|\\n)*/ {end}"));
+            }
         }
         let mut ones = Vec::new();
         for (index, tool) in tools.iter().filter(named).enumerate() {
@@ -160,29 +170,98 @@ impl Rules<'_> {
                     let before = format!("{{\"name\": {}, {}: ", quoted(&tool.name), quoted(key));
                     format!("{} {arguments} \"}}\"", quoted(&before))
                 }
+                Shape::Parameters => {
+                    let before = format!("{FUNCTION}{}", tool.name);
+                    format!("{} {arguments} {}", quoted(&before), quoted(END_FUNCTION))
+                }
             };
-            self.add(&arguments, &format!("%json {}", compact(&tool.parameters)));
+            match format.shape {
+                Shape::Parameters => self.parameters(&arguments, &tool.parameters)?,
+                _ => self.add(&arguments, &format!("%json {}", compact(&tool.parameters))),
+            }
             self.add(&format!("one{index}"), &one);
             ones.push(format!("one{index}"));
         }
         self.add("one", &ones.join(" | "));
         Ok(())
     }
+
+    /// The rule of arguments between tags, from the end of the function's own on, in the order of the schema's
+    /// properties. Texts are free but for the tag that ends them, or one of those that the schema lists; other values
+    /// are JSON of their schema.
+    fn parameters(&mut self, name: &str, schema: &Value) -> Result<()> {
+        let Some(properties) = schema.get("properties").and_then(Value::as_object) else {
+            let begin = quoted(PARAMETER);
+            let end = quoted(">\n");
+            self.add(name, &format!("{end} ({begin} /[^<>\\n]+/ {end} text)*"));
+            return Ok(());
+        };
+        let required = schema.get("required").and_then(Value::as_array);
+        let mut all = vec![quoted(">\n")];
+        for (index, (key, property)) in properties.iter().enumerate() {
+            let end = quoted(&format!("\n{END_PARAMETER}\n"));
+            let listed = property.get("enum").and_then(Value::as_array);
+            let listed: Option<Vec<&str>> =
+                listed.and_then(|values| values.iter().map(Value::as_str).collect());
+            let value = match (parameters::kind(property, schema), listed) {
+                (Kind::Text, Some(texts)) if !texts.is_empty() => {
+                    let texts: Vec<String> = texts.into_iter().map(quoted).collect();
+                    format!("({}) {end}", texts.join(" | "))
+                }
+                (Kind::Any | Kind::Text, _) => "text".into(),
+                (Kind::Json, _) => {
+                    let value = format!("{name}_{index}");
+                    self.add(&value, &format!("%json {}", part(property, schema)));
+                    if self.source.len() > LARGEST_GRAMMAR {
+                        let what =
+                            "refer to large definitions too often for calls that have to be made";
+                        return Err(ApiError::field("tools", what));
+                    }
+                    format!("{value} {end}")
+                }
+            };
+            let is_required = required.is_some_and(|it| it.iter().any(|it| it == key.as_str()));
+            let begin = quoted(&format!("{PARAMETER}{key}>\n"));
+            all.push(format!("({begin} {value}){}", if is_required { "" } else { "?" }));
+        }
+        self.add(name, &all.join(" "));
+        Ok(())
+    }
+}
+
+/// A property's schema by itself, with what it refers to, if it does.
+fn part(property: &Value, root: &Value) -> Value {
+    let refers = property.to_string().contains("\"$ref\"");
+    let mut schema = property.clone();
+    if let (true, Value::Object(fields), Value::Object(root)) = (refers, &mut schema, root) {
+        for key in ["$defs", "definitions"] {
+            if let Some(definitions) = root.get(key) {
+                fields.entry(key).or_insert_with(|| definitions.clone());
+            }
+        }
+    }
+    with_spaces(&mut schema);
+    schema
 }
 
 /// The schema with the white space that models write calls with. Where a schema allows any value, an object is meant.
 fn compact(schema: &Value) -> Value {
     let mut schema = schema.clone();
-    if let Value::Object(fields) = &mut schema {
+    with_spaces(&mut schema);
+    if let Value::Object(fields) = &mut schema
+        && !["type", "$ref", "anyOf", "oneOf", "allOf"].iter().any(|key| fields.contains_key(*key))
+    {
+        fields.insert("type".into(), "object".into());
+    }
+    schema
+}
+
+fn with_spaces(schema: &mut Value) {
+    if let Value::Object(fields) = schema {
         let spaces =
             json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
         fields.insert("x-guidance".into(), spaces);
-        if !["type", "$ref", "anyOf", "oneOf", "allOf"].iter().any(|key| fields.contains_key(*key))
-        {
-            fields.insert("type".into(), "object".into());
-        }
     }
-    schema
 }
 
 #[cfg(test)]
@@ -192,15 +271,77 @@ mod tests {
     use metal_candle::generate::Grammars;
     use serde_json::Map;
 
-    const FORMATS: [&str; 7] =
-        ["mistral-named", "mistral", "phi4-mini", "granite", "hermes", "llama3", "told"];
+    const FORMATS: [&str; 8] = [
+        "mistral-named",
+        "mistral",
+        "phi4-mini",
+        "granite",
+        "qwen3-coder",
+        "hermes",
+        "llama3",
+        "told",
+    ];
 
     fn tools() -> Vec<Tool> {
         let schema: Map<String, Value> = serde_json::from_value(json!({"type": "object",
             "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}}))
         .unwrap();
         let tool = |name: &str, schema| Tool::new("tools", name.into(), None, schema).unwrap();
-        vec![tool("f", Some(schema)), tool("g-1", None), tool("h", Some(Map::new()))]
+        let values: Map<String, Value> = serde_json::from_value(json!({"type": "object", "properties": {
+            "s": {"type": "string"}, "e": {"type": "string", "enum": ["a", "\"b\""]}, "n": {"enum": [1, 2]},
+            "l": {"type": "array"}, "m": {"type": ["string", "null"]}, "x": {}}, "required": ["s", "n"]}))
+        .unwrap();
+        let tools =
+            [("f", Some(schema)), ("g-1", None), ("h", Some(Map::new())), ("i", Some(values))];
+        tools.into_iter().map(|(name, schema)| tool(name, schema)).collect()
+    }
+
+    /// The grammar of calls of these tools, one at least, between tags.
+    fn tagged(tools: &[Tool]) -> Result<String> {
+        let forced = Forced {
+            format: Format::named("qwen3-coder"),
+            tools,
+            choice: &Choice::Required,
+            parallel: false,
+            answer: &Constraint::None,
+            thinking: None,
+        };
+        Ok(constrain(&example::tokenizer(&[]), &forced)?.unwrap())
+    }
+
+    #[test]
+    fn arguments_between_tags_follow_their_schemas() {
+        let source = tagged(&tools()).unwrap();
+        for line in [
+            r#"call: "<tool_call>" "\n" one "\n" "</tool_call>""#,
+            r#"one1: "<function=g-1" arguments1 "</function>""#,
+            r#"arguments0: ">\n" ("<parameter=a>\n" arguments0_0 "\n</parameter>\n")?"#,
+            r#"arguments1: ">\n""#,
+            r#"arguments2: ">\n" ("<parameter=" /[^<>\n]+/ ">\n" text)*"#,
+            concat!(
+                r#"arguments3: ">\n" ("<parameter=s>\n" text) "#,
+                r#"("<parameter=e>\n" ("a" | "\"b\"") "\n</parameter>\n")? "#,
+                r#"("<parameter=n>\n" arguments3_2 "\n</parameter>\n") "#,
+                r#"("<parameter=l>\n" arguments3_3 "\n</parameter>\n")? "#,
+                r#"("<parameter=m>\n" text)? ("<parameter=x>\n" text)?"#
+            ),
+        ] {
+            assert!(source.lines().any(|it| it == line), "{line}\n{source}");
+        }
+        // No object where the schema lists numbers, and what is referred to is there.
+        assert!(source.contains("arguments3_2: %json {\"enum\":[1,2],\"x-guidance\""), "{source}");
+        assert!(source.contains("\"$defs\":{\"a\":{\"type\":\"integer\"}}"), "{source}");
+    }
+
+    #[test]
+    fn definitions_are_not_repeated_without_end() {
+        let properties: Map<String, Value> =
+            (0..500).map(|n| (format!("p{n}"), json!({"$ref": "#/$defs/a"}))).collect();
+        let definition = json!({"type": "integer", "description": "x".repeat(100_000)});
+        let schema = json!({"properties": properties, "$defs": {"a": definition}});
+        let Value::Object(schema) = schema else { unreachable!() };
+        let tool = Tool::new("tools", "f".into(), None, Some(schema)).unwrap();
+        assert_eq!(tagged(&[tool]).unwrap_err().param.as_deref(), Some("tools"));
     }
 
     #[test]

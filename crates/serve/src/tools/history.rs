@@ -162,7 +162,10 @@ fn told(message: Message, format: &Format) -> Message {
             let each = written.iter().map(|call| format!("{open}{before}{call}{after}{close}"));
             each.collect::<Vec<_>>().join("\n")
         }
-        Shape::List | Shape::Named(_) => format!("{open}[{}]{close}", written.join(", ")),
+        // Its templates write calls themselves.
+        Shape::Parameters | Shape::List | Shape::Named(_) => {
+            format!("{open}[{}]{close}", written.join(", "))
+        }
     };
     let text = message.text().unwrap_or_default();
     let text = if text.is_empty() { calls } else { format!("{text}\n{calls}") };

@@ -154,8 +154,8 @@ mod tests {
         let pieces = pieces(&tokenizer, text, stops);
         let decoded: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
         assert!(SPECIAL.iter().all(|marker| !decoded.contains(marker)), "{decoded}");
-        let names = vec!["f".into(), "g".into()];
-        let mut parser = Parser::new(Some(format), Some(&THINKING), false, names, true);
+        let tools = example::tools(&["f", "g"]);
+        let mut parser = Parser::new(Some(format), Some(&THINKING), false, tools, true);
         let mut markers = Markers::new(tokenizer, markers, !stops.is_empty());
         let mut parts = Vec::new();
         for piece in pieces {
@@ -180,6 +180,12 @@ mod tests {
         let (f, g) = (one("arguments"), r#"{"name": "g", "arguments": {}}"#);
         for (format, text) in [
             ("hermes", format!("<tool_call>\n{f}\n</tool_call>\n<tool_call>\n{g}\n</tool_call>")),
+            (
+                "qwen3-coder",
+                "<tool_call>\n<function=f>\n<parameter=a>\né [b] <c\n</parameter>\n<parameter=d>\n[1, {}]\n</parameter>\n\
+                 </function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>"
+                    .into(),
+            ),
             ("told", format!("<tool_call>{f}</tool_call><tool_call>{g}</tool_call>")),
             ("granite", format!("<|tool_call|>[{f}, {g}]")),
             ("phi4-mini", format!("<|tool_call|>[{f},{g}]<|/tool_call|>")),

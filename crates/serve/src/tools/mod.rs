@@ -1,15 +1,17 @@
 //! Tools: what a model may call, and how the families write calls and what they think before an answer.
 //!
 //! `formats.rs` is a table of the families' formats, found by what a chat template has in it. `parser.rs` takes a text
-//! apart as it comes, `calls.rs` reads the calls in it, `grammar.rs` says how a call has to be written where one is
-//! asked for, `history.rs` writes calls and their results into conversations for templates that know of none, and
-//! `markers.rs` puts the special tokens into a text that it has been decoded without.
+//! apart as it comes, `calls.rs` reads the calls in it, `parameters.rs` those whose arguments stand between tags,
+//! `grammar.rs` says how a call has to be written where one is asked for, `history.rs` writes calls and their results
+//! into conversations for templates that know of none, and `markers.rs` puts the special tokens into a text that it has
+//! been decoded without.
 
 mod calls;
 mod formats;
 mod grammar;
 mod history;
 mod markers;
+mod parameters;
 mod parser;
 
 pub use formats::{Format, Thinking};
@@ -256,12 +258,20 @@ mod tests {
     }
 }
 
-/// Tokenizers for tests.
+/// Tokenizers and tools for tests.
 #[cfg(test)]
 mod example {
+    use super::Tool;
     use metal_candle::text::{Tokenizer, TokenizerFiles};
     use serde_json::{Value, json};
     use std::path::Path;
+    use std::sync::Arc;
+
+    /// Tools of these names, of whose arguments nothing is known.
+    pub fn tools(names: &[&str]) -> Arc<[Tool]> {
+        let tool = |name: &&str| Tool::new("tools", (*name).into(), None, None).unwrap();
+        names.iter().map(tool).collect()
+    }
 
     /// The demo's tokenizer, to which these special tokens are added.
     pub fn tokenizer(special: &[&str]) -> Tokenizer {

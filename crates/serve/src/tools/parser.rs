@@ -3,9 +3,11 @@
 //! Held back is what may still turn out to be a marker, white space that goes if a call follows, and a call until it is
 //! whole. What begins as a call and isn't one (it is not JSON, or names a tool that there isn't) remains text.
 
+use super::Tool;
 use super::calls::{MOST_CALLS, Read, read};
 use super::formats::{Format, Thinking};
 use crate::app::new_id;
+use std::sync::Arc;
 
 /// A call of a tool.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,8 +51,7 @@ enum State {
 pub struct Parser {
     format: Option<&'static Format>,
     thinking: Option<&'static Thinking>,
-    /// The names of the tools.
-    tools: Vec<String>,
+    tools: Arc<[Tool]>,
     /// Calls that are told, at most.
     most_calls: usize,
     calls: usize,
@@ -71,7 +72,7 @@ impl Parser {
         format: Option<&'static Format>,
         thinking: Option<&'static Thinking>,
         reasoning: bool,
-        tools: Vec<String>,
+        tools: Arc<[Tool]>,
         parallel: bool,
     ) -> Self {
         let state = match (thinking, reasoning) {
@@ -211,7 +212,7 @@ impl Parser {
         };
         while let Some(found) = self.held.get(self.searched..).and_then(|it| it.find(close)) {
             let end = self.searched + found;
-            match read(format, &self.held[..end]) {
+            match read(format, &self.held[..end], &self.tools) {
                 // The marker stands in a text of the arguments.
                 Read::Unfinished => self.searched = end + close.len(),
                 Read::Calls(calls, rest) if rest.is_empty() && self.are_tools(&calls) => {
@@ -238,7 +239,7 @@ impl Parser {
 
     /// The text ends among calls.
     fn end_calls(&mut self, body: &str, bare: bool, parts: &mut Vec<Part>) {
-        let read = self.format.map(|format| (format, read(format, body)));
+        let read = self.format.map(|format| (format, read(format, body, &self.tools)));
         match read {
             Some((_, Read::Calls(calls, rest)))
                 if self.are_tools(&calls) && (!bare || rest.is_empty()) =>
@@ -255,7 +256,7 @@ impl Parser {
     }
 
     fn are_tools(&self, calls: &[(String, String)]) -> bool {
-        calls.iter().all(|(name, _)| self.tools.contains(name))
+        calls.iter().all(|(name, _)| self.tools.iter().any(|tool| tool.name == *name))
     }
 
     fn tell_calls(&mut self, calls: Vec<(String, String)>, parts: &mut Vec<Part>) {
@@ -296,9 +297,10 @@ fn keep_from(text: &str, marker: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tools::example;
 
     fn parser(format: &str) -> Parser {
-        let tools = vec!["f".into(), "g".into()];
+        let tools = example::tools(&["f", "g"]);
         let thinking = Thinking { open: "<think>", close: "</think>" };
         let thinking: &'static Thinking = Box::leak(Box::new(thinking));
         Parser::new(Some(Format::named(format)), Some(thinking), false, tools, true)
@@ -346,11 +348,14 @@ mod tests {
         let call = format!(r#"{{"name": "f", "arguments": {arguments}}}"#);
         let both = format!("f({arguments})g({{}})");
         let other = r#"{"name": "g", "arguments": {}}"#;
+        let tags = "<function=f>\n<parameter=a>\né </tool\n</parameter>\n<parameter=b>\n[1, {}]\n</parameter>\n</function>";
+        let tagged = |call: &str| format!("<tool_call>\n{call}\n</tool_call>");
         for (format, text) in [
             (
                 "hermes",
                 format!("<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{other}\n</tool_call>"),
             ),
+            ("qwen3-coder", format!("{}\n{}", tagged(tags), tagged("<function=g>\n</function>"))),
             ("told", format!("<tool_call>{call}</tool_call><tool_call>{other}</tool_call>\n")),
             ("granite", format!("<|tool_call|>[{call}, {other}]")),
             ("phi4-mini", format!("<|tool_call|>[{call},{other}]<|/tool_call|>")),
@@ -381,6 +386,9 @@ mod tests {
             ("hermes", "<tool_call>\nf(1)\n</tool_call> x"),
             ("hermes", "<tool_call>\n{\"name\": \"h\", \"arguments\": {}}\n</tool_call>"),
             ("hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"b"),
+            ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\nb\n</tool_call>"),
+            ("qwen3-coder", "<tool_call>\n<function=h>\n</function>\n</tool_call>"),
+            ("qwen3-coder", "<tool_call>\nf(1)\n</tool_call> x"),
             ("mistral", "[TOOL_CALLS] [{\"name\""),
             ("llama3", "{\"a\": 1}"),
             ("llama3", "  {\"name\": \"f\", \"parameters\": {}} is a call"),
@@ -395,26 +403,29 @@ mod tests {
         let call = r#"<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>"#;
         let expected = r#"[]|f({"a": "</tool_call>"})"#;
         assert_eq!(parsed(&parser("hermes"), call), expected);
+        let call = "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call>\n</parameter>\n</function>\n</tool_call>";
+        assert_eq!(parsed(&parser("qwen3-coder"), call), expected);
     }
 
     #[test]
     fn thoughts_may_begin_in_the_prompt_or_never_end() {
         let thinking = parser("hermes").thinking;
-        let open = Parser::new(None, thinking, true, Vec::new(), true);
+        let open = Parser::new(None, thinking, true, Arc::new([]), true);
         assert_eq!(parsed(&open, "\nhm\n</think>\n\nYes. "), "[hm]Yes. |");
         assert_eq!(parsed(&open, "hm, <thi"), "[hm, <thi]|");
-        let none = Parser::new(None, thinking, false, Vec::new(), true);
+        let none = Parser::new(None, thinking, false, Arc::new([]), true);
         assert_eq!(parsed(&none, " <b>"), "[] <b>|");
         assert_eq!(parsed(&none, "<think></think>"), "[]|");
         assert_eq!(parsed(&none, "\n<think>a\nb</think>c"), "[a\nb]c|");
-        let plain = Parser::new(None, None, false, Vec::new(), true);
+        let plain = Parser::new(None, None, false, Arc::new([]), true);
         assert_eq!(parsed(&plain, " <think>a</think> "), "[] <think>a</think> |");
     }
 
     #[test]
     fn one_call_is_told_where_one_is_wanted() {
         let call = r#"<tool_call>{"name": "f", "arguments": {}}</tool_call>"#;
-        let one = Parser::new(Some(Format::named("hermes")), None, false, vec!["f".into()], false);
+        let one =
+            Parser::new(Some(Format::named("hermes")), None, false, example::tools(&["f"]), false);
         assert_eq!(parsed(&one, &call.repeat(3)), "[]|f({})");
     }
 }

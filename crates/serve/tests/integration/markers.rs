@@ -38,15 +38,16 @@ fn calls_are_told_in_every_format() {
     let parameters = json!({"type": "object", "required": ["n"], "additionalProperties": false,
         "properties": {"n": {"enum": [1, 2, 3]}}});
     let tool = |name: &str| json!({"type": "function", "function": {"name": name, "parameters": parameters}});
-    for special in [
-        &["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"][..],
-        &["[TOOL_CALLS]"],
-        &["<|/tool|>", "<|tool_call|>", "<|/tool_call|>"],
-        &["<|tool_call|>"],
-        &["<tool_call>", "</tool_call>"],
-        &["<|python_tag|>"],
+    for (sign, special) in [
+        ("", &["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"][..]),
+        ("", &["[TOOL_CALLS]"]),
+        ("", &["<|/tool|>", "<|tool_call|>", "<|/tool_call|>"]),
+        ("", &["<|tool_call|>"]),
+        ("", &["<tool_call>", "</tool_call>"]),
+        ("<tool_call>\n<function=", &["<tool_call>", "</tool_call>"]),
+        ("", &["<|python_tag|>"]),
     ] {
-        let server = server(&special.concat(), special);
+        let server = server(&format!("{sign} {}", special.concat()), special);
         for parallel in [false, true] {
             let request = chat(json!({"tools": [tool("f"), tool("g")], "tool_choice": "required",
                 "parallel_tool_calls": parallel, "max_tokens": 400}));
