@@ -1,22 +1,27 @@
 //! Messages of blocks as chat templates know messages: a call is a field of its message, a result a message.
 
+use crate::api::chat::messages::join_parts;
 use crate::conversation::MOST_MESSAGES;
 use crate::error::{ApiError, Result};
-use metal_candle::text::Message;
+use metal_candle::text::{ChatTemplate, Message};
 use serde_json::{Map, Value, json};
 
-/// The messages of a conversation.
+/// The messages of a conversation, with several blocks of text as a list where the template writes such itself.
 ///
 /// # Errors
 /// A 400 that names the field that is wrong.
-pub fn read(system: Option<Value>, messages: Vec<Map<String, Value>>) -> Result<Vec<Message>> {
+pub fn read(
+    system: Option<Value>,
+    messages: Vec<Map<String, Value>>,
+    template: &ChatTemplate,
+) -> Result<Vec<Message>> {
     if !(1..=MOST_MESSAGES).contains(&messages.len()) {
         let what = format!("has {} messages, expected 1 to {MOST_MESSAGES}", messages.len());
         return Err(ApiError::field("messages", what));
     }
     let mut read = Vec::new();
     if let Some(system) = system {
-        read.push(Message::new("system", text("system", system)?));
+        read.push(says("system", texts(blocks("system", system)?)?));
     }
     let last = messages.len() - 1;
     for (index, mut fields) in messages.into_iter().enumerate() {
@@ -32,7 +37,7 @@ pub fn read(system: Option<Value>, messages: Vec<Map<String, Value>>) -> Result<
         match role.as_ref().and_then(Value::as_str) {
             Some("user") => user(content, &mut read)?,
             // Where it stands is for the chat template to take or to refuse.
-            Some("system") => read.push(Message::new("system", texts(content)?)),
+            Some("system") => read.push(says("system", texts(content)?)),
             Some("assistant") if index < last => read.push(assistant(content)?),
             Some("assistant") => {
                 let instead = "the last message has to be the user's, as answers are written from their beginning";
@@ -41,7 +46,17 @@ pub fn read(system: Option<Value>, messages: Vec<Map<String, Value>>) -> Result<
             _ => return Err(wrong("role", "expected \"user\", \"assistant\" or \"system\"")),
         }
     }
+    join_parts(&mut read, template);
     Ok(read)
+}
+
+/// What somebody says in these texts.
+fn says(role: &str, mut texts: Vec<String>) -> Message {
+    if texts.len() < 2 {
+        return Message::new(role, texts.pop().unwrap_or_default());
+    }
+    let parts = texts.into_iter().map(|text| json!({"type": "text", "text": text}));
+    Message::new(role, "").with("content", parts.collect())
 }
 
 /// A block and where it stands.
@@ -103,60 +118,61 @@ fn blocks(place: &str, content: Value) -> Result<Vec<Block>> {
     parts.into_iter().enumerate().map(block).collect()
 }
 
-/// A content of text alone.
-fn text(place: &str, content: Value) -> Result<String> {
-    texts(blocks(place, content)?)
-}
-
-fn texts(blocks: Vec<Block>) -> Result<String> {
-    let mut text = String::new();
+/// The texts of blocks that are nothing else.
+fn texts(blocks: Vec<Block>) -> Result<Vec<String>> {
+    let mut texts = Vec::new();
     for mut block in blocks {
         if block.kind != "text" {
             return Err(block.unexpected("\"text\", which is all that this model reads"));
         }
-        text.push_str(&block.string("text")?);
+        texts.push(block.string("text")?);
         block.end()?;
     }
-    Ok(text)
+    Ok(texts)
 }
 
 /// What the user says, and before it the results of calls.
-fn user(blocks: Vec<Block>, messages: &mut Vec<Message>) -> Result<()> {
-    let mut said = None::<String>;
-    for mut block in blocks {
+fn user(content: Vec<Block>, messages: &mut Vec<Message>) -> Result<()> {
+    let mut said = Vec::new();
+    for mut block in content {
         match block.kind.as_str() {
-            "text" => said.get_or_insert_default().push_str(&block.string("text")?),
+            "text" => said.push(block.string("text")?),
             "tool_result" => {
                 let id = block.string("tool_use_id")?;
                 let place = format!("{}.content", block.place);
-                let content = block.take("content").map(|content| text(&place, content));
-                let content = content.transpose()?.unwrap_or_default();
-                let content = match block.take("is_error") {
-                    None | Some(Value::Bool(false)) => content,
-                    Some(Value::Bool(true)) => format!("Error: {content}"),
+                let content = block.take("content").map(|content| texts(blocks(&place, content)?));
+                let mut content = content.transpose()?.unwrap_or_default();
+                match block.take("is_error") {
+                    None | Some(Value::Bool(false)) => {}
+                    Some(Value::Bool(true)) => match content.first_mut() {
+                        Some(first) => first.insert_str(0, "Error: "),
+                        None => content.push("Error: ".into()),
+                    },
                     Some(_) => {
                         let place = format!("{}.is_error", block.place);
                         return Err(ApiError::field(place, "expected true or false"));
                     }
-                };
-                let message = Message::new("tool", content);
+                }
+                let message = says("tool", content);
                 messages.push(message.with("tool_call_id", Value::from(id)));
             }
             _ => return Err(block.unexpected("\"text\" or \"tool_result\"")),
         }
         block.end()?;
     }
-    messages.extend(said.map(|said| Message::new("user", said)));
+    if !said.is_empty() {
+        messages.push(says("user", said));
+    }
     Ok(())
 }
 
 /// What the model said, thought and called.
 fn assistant(blocks: Vec<Block>) -> Result<Message> {
-    let (mut said, mut thought, mut calls) = (String::new(), String::new(), Vec::new());
+    let (mut said, mut thought, mut calls) = (Vec::new(), String::new(), Vec::new());
     for mut block in blocks {
         match block.kind.as_str() {
             "text" => {
-                said.push_str(&block.string("text")?);
+                said.push(block.string("text")?);
                 // What it refers to, which templates know nothing of.
                 block.take("citations");
             }
@@ -181,7 +197,7 @@ fn assistant(blocks: Vec<Block>) -> Result<Message> {
         }
         block.end()?;
     }
-    let mut message = Message::new("assistant", said);
+    let mut message = says("assistant", said);
     if !thought.is_empty() {
         message = message.with("reasoning_content", Value::from(thought));
     }
@@ -196,10 +212,31 @@ mod tests {
     use super::*;
 
     fn messages(value: Value) -> Result<Vec<Message>> {
-        read(
-            Some(json!([{"type": "text", "text": "Be brief."}])),
-            serde_json::from_value(value).unwrap(),
-        )
+        messages_for("{{ messages }}", value)
+    }
+
+    fn messages_for(template: &str, value: Value) -> Result<Vec<Message>> {
+        let template = ChatTemplate::new(template, vec![], vec![], vec![]).unwrap();
+        let system = Some(json!([{"type": "text", "text": "Be brief."}]));
+        read(system, serde_json::from_value(value).unwrap(), &template)
+    }
+
+    #[test]
+    fn texts_stay_apart_for_templates_that_write_parts() {
+        let parts = "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}\
+            {% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}";
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let result = json!({"type": "tool_result", "tool_use_id": "toolu_1", "is_error": true,
+            "content": [text("no"), text(" way")]});
+        let conversation = json!([{"role": "user", "content": [result, text("a "), text(" b")]}]);
+        let read = messages_for(parts, conversation.clone()).unwrap();
+        let contents: Vec<&Value> = read.iter().map(|it| it.get("content").unwrap()).collect();
+        let (error, said) =
+            (json!([text("Error: no"), text(" way")]), json!([text("a "), text(" b")]));
+        assert_eq!(contents, [&json!("Be brief."), &error, &said]);
+        let read = messages(conversation).unwrap();
+        assert_eq!(read[1].get("content"), Some(&json!("Error: no way")));
+        assert_eq!(read[2].get("content"), Some(&json!("a  b")));
     }
 
     #[test]

@@ -282,7 +282,7 @@ impl MessagesRequest {
             crate::sampling::stops("stop_sequences", stop)?;
         }
         Ok(Conversation {
-            messages: blocks::read(self.system, self.messages)?,
+            messages: blocks::read(self.system, self.messages, template)?,
             field: MESSAGES,
             tools,
             choice,

@@ -34,7 +34,7 @@ pub fn read(
 
 /// Joins the parts of contents to one text, but for messages of roles whose parts the template writes itself: that may be
 /// another text, of trimmed parts for instance, and in training it is the template's.
-fn join_parts(messages: &mut [Message], template: &ChatTemplate) {
+pub fn join_parts(messages: &mut [Message], template: &ChatTemplate) {
     let mut known: Vec<(String, bool)> = Vec::new();
     for message in messages {
         if !message.get("content").is_some_and(Value::is_array) {
