@@ -99,31 +99,36 @@ __device__ __forceinline__ void thin_products(const Products &p) {
             warpgroup_fence();
         };
         auto end = [&]() {
-            warpgroup_commit();
             warpgroup_wait<0>();
             warpgroup_hold(c);
         };
-        auto release = [&]() {
-            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
-            next_stage<STAGES>(stage, parity);
-        };
         const int whole = (p.depth + 15) / DEPTH, rest = p.depth - whole * DEPTH;
+        // One warpgroup or two keep the tensor cores busy if they give a stage back when these have the next; of three
+        // stages that would leave too few to be brought meanwhile.
+        constexpr bool KEEPS_ONE = GROUPS <= 2 && STAGES > 3;
+        int before = 0;
         for (int step = 0; step < whole; step++) {
             begin();
             fence();
 #pragma unroll
             for (int i = 0; i < DEPTH / 16; i++) multiply(i);
-            end();
-            release();
+            warpgroup_commit();
+            warpgroup_wait<KEEPS_ONE>();
+            const int read = KEEPS_ONE ? before : stage;
+            if ((!KEEPS_ONE || step > 0) && lane < CLUSTER) barrier_arrive_at(empty + 8 * read, lane);
+            before = stage;
+            next_stage<STAGES>(stage, parity);
         }
+        end();
+        // Nothing is brought for the last two stages any more, so nobody waits for these.
         if (rest > 0) {
             begin();
             for (int i = 0; i * 16 < rest; i++) {
                 fence();
                 multiply(i);
+                warpgroup_commit();
                 end();
             }
-            release();
         }
 
         const int row = group * 64 + warp % 4 * 16 + lane / 4;
