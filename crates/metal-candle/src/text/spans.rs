@@ -158,12 +158,26 @@ impl Turns<'_> {
         let fits = |start: &usize| end.is_none_or(|end| *start <= end);
         let mut start = self.prefix(index, true).filter(fits);
         start = start.or_else(|| self.start_by_mark(index, true).filter(fits));
+        // Before the content's own place, as calls and white space may stand before it; not where a reasoning that is
+        // written otherwise than the header begins it does.
+        let without_reasoning = |start: &usize| {
+            let rest = self.text.get(*start..).unwrap_or_default().trim_start();
+            !["<think>", "</think>"].iter().any(|mark| rest.starts_with(mark))
+        };
+        let by_mark = || self.start_by_mark(index, false).filter(fits);
+        start = start.or_else(|| by_mark().filter(without_reasoning));
         if start.is_none() || end.is_none() {
             let content = self.content(index, message);
-            start = start.or(content.as_ref().map(|content| content.start));
-            start = start.or_else(|| self.start_by_mark(index, false).filter(fits));
+            let shows_calls = self.shows_calls(index, message);
+            // A turn doesn't start behind its calls, which some templates write before the content.
+            let before_calls = |start: &usize| {
+                let call = || self.place(index, &marked_call(message)?);
+                !shows_calls || call().is_some_and(|(call, _)| *start <= call)
+            };
+            let content_start = content.as_ref().map(|content| content.start);
+            start = start.or_else(|| content_start.filter(before_calls)).or_else(by_mark);
             // Calls stand behind the content, and how far they go is not known then.
-            if end.is_none() && !self.shows_calls(index, message) {
+            if end.is_none() && !shows_calls {
                 end = content.map(|content| self.over_end(content.end));
             }
         }
@@ -202,6 +216,13 @@ impl Turns<'_> {
                 true => behind.as_str(),
                 false => behind.rsplit_once("<think>")?.0,
             };
+            if !whole_header && self.messages.get(before)?.is_from_model() {
+                // The reasoning may be that of the message before.
+                let without = self.behind_mark(before, message, index, &self.options)?;
+                if !header.starts_with(without.as_str()) {
+                    return None;
+                }
+            }
             rest.starts_with(header).then_some(place + header.len())
         })
     }
@@ -220,8 +241,10 @@ impl Turns<'_> {
                 return Some(place + behind.len());
             }
             if shows_calls {
-                // Calls stand behind the content, and hold anything.
+                // Calls hold anything; the content stands before them, or behind them.
                 let in_call = marked.get("tool_calls") != message.get("tool_calls");
+                let content = || self.place(index, &marked_content(message)?);
+                let place = content().map_or(place, |(content, _)| place.max(content));
                 return in_call.then(|| self.end_before_next(index, place))?;
             }
             let both = common_start(rest, behind);
@@ -351,17 +374,22 @@ impl Turns<'_> {
             Value::Array(parts) => parts.first()?.get("text")?.as_str()?,
             _ => return None,
         };
-        // Inside the outer white space, so that a template's trim still does what it did. After the reasoning too,
-        // since templates cut it away.
+        // Around the outer white space; or else inside it, so that a template's trim still does what it did. After the
+        // reasoning too, since templates cut it away.
         let after_space = |from: usize| {
             first.get(from..).map(|rest| from + (rest.len() - rest.trim_start().len()))
         };
         let after_reasoning = first.rfind("</think>").map(|place| place + "</think>".len());
-        let candidates = [after_space(0), after_reasoning.and_then(after_space)];
-        candidates
-            .into_iter()
-            .flatten()
-            .find_map(|place| self.content_marked_at(index, message, place))
+        let mut starts = vec![0];
+        starts.extend(after_space(0));
+        starts.extend(after_reasoning.and_then(after_space));
+        starts.dedup();
+        let mark = |start| {
+            [with_end_behind, with_end]
+                .iter()
+                .find_map(|with_end| self.content_marked_at(index, message, start, with_end))
+        };
+        starts.into_iter().find_map(mark)
     }
 
     fn content_marked_at(
@@ -369,6 +397,7 @@ impl Turns<'_> {
         index: usize,
         message: &Message,
         place: usize,
+        with_end: impl Fn(&str) -> Option<String>,
     ) -> Option<Range<usize>> {
         let with_start = |text: &str| {
             Some(format!("{}{CONTENT_START}{}", text.get(..place)?, text.get(place..)?))
@@ -466,19 +495,21 @@ fn has_calls(message: &Message) -> bool {
 
 /// A message with a mark in it, in each place that may do: the name of its last call, the end of its content.
 fn marked(message: &Message) -> Vec<Message> {
-    let in_content = || {
-        let mut content = message.get("content")?.clone();
-        match &mut content {
-            Value::String(text) => *text = with_end(text)?,
-            Value::Array(parts) => {
-                let text = parts.last_mut()?.get_mut("text")?;
-                *text = Value::String(with_end(text.as_str()?)?);
-            }
-            _ => return None,
+    marked_call(message).into_iter().chain(marked_content(message)).collect()
+}
+
+/// A message with a mark at the end of its content.
+fn marked_content(message: &Message) -> Option<Message> {
+    let mut content = message.get("content")?.clone();
+    match &mut content {
+        Value::String(text) => *text = with_end(text)?,
+        Value::Array(parts) => {
+            let text = parts.last_mut()?.get_mut("text")?;
+            *text = Value::String(with_end(text.as_str()?)?);
         }
-        Some(message.clone().with("content", content))
-    };
-    marked_call(message).into_iter().chain(in_content()).collect()
+        _ => return None,
+    }
+    Some(message.clone().with("content", content))
 }
 
 /// A message with a mark in the name of its last call.
@@ -492,6 +523,11 @@ fn marked_call(message: &Message) -> Option<Message> {
     let name = format!("{CONTENT_END}{}", function.get("name")?.as_str()?);
     function.insert("name".into(), Value::String(name));
     Some(message.clone().with("tool_calls", Value::Array(calls)))
+}
+
+/// A text with a mark behind all of it, white space too.
+fn with_end_behind(text: &str) -> Option<String> {
+    Some(format!("{text}{CONTENT_END}"))
 }
 
 /// A text with a mark at its end, inside the outer white space, so that a template's trim still does what it did.

@@ -640,6 +640,57 @@ fn spans_end_where_the_last_turn_is_written_otherwise() {
     assert_eq!(spans_of(&ended, calls).0, expected);
 }
 
+/// A template whose header begins the reasoning, which turns are written without, and that writes calls, behind what `open`
+/// says, before the content.
+fn calls_first(open: &str) -> String {
+    let calls = format!("{{% if m.tool_calls %}}{open}{CALL}<|im_end|>{{% endif %}}");
+    format!(
+        "{{% for m in messages %}}{{% if m.role == 'assistant' %}}{calls}<|im_start|>{{{{ m.content or '' }}}}<|im_end|>{{% else %}}{{{{ m.role }}}}: {{{{ m.content }}}}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|><think>\n{{% endif %}}"
+    )
+}
+
+#[test]
+fn spans_hold_calls_that_stand_before_the_content() {
+    let empty = "<|im_start|><|im_end|>";
+    let expected =
+        [&format!("{}{empty}", CALLS[0]), CALLS[1], &format!("{}{empty}", CALLS[2]), CALLS[3]];
+    assert_eq!(spans_of(&calls_first("<|im_start|>"), calls()).0, expected);
+    let mut looking = calls();
+    looking[2]["content"] = json!(" look");
+    let span = format!("{}<|im_start|> look<|im_end|>", CALLS[0]);
+    assert_eq!(spans_of(&calls_first("<|im_start|>"), looking).0[0], span);
+    // Behind another header the turn has no place that could be told, and the content's isn't taken for it.
+    let mut tokenizer = tokenizer("tokenizer");
+    tokenizer.set_chat_template(&calls_first("<|eot_id|>")).unwrap();
+    let template = tokenizer.require_chat_template().unwrap();
+    let message = template
+        .render_with_spans(&messages(calls()), &RenderOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("message 3 (assistant)"), "{message}");
+}
+
+#[test]
+fn spans_hold_the_white_space_of_content() {
+    let white = json!([
+        {"role": "assistant", "content": "\n first \n"},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": "  second \n"},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": " \n"},
+    ]);
+    let expected = ["\n first \n<|im_end|>", "  second \n<|im_end|>", " \n<|im_end|>"];
+    assert_eq!(spans_of(&calls_first(""), white.clone()).0, expected);
+    // What ends the last turn is another token, which alone ends a generation.
+    let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ '<|im_end|>' if loop.last else '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let expected = ["\n first \n<|eot_id|>", "  second \n<|eot_id|>", " \n<|im_end|>"];
+    assert_eq!(spans_of(source, white.clone()).0, expected);
+    // A trim of the template's still does what it did.
+    let expected = ["first<|eot_id|>", "second<|eot_id|>", "<|im_end|>"];
+    let trimmed = source.replace("m.content", "m.content|trim");
+    assert_eq!(spans_of(&trimmed, white).0, expected);
+}
+
 #[test]
 fn marks_of_spans_are_refused_in_a_conversation() {
     let tokenizer = tokenizer("tokenizer");
