@@ -20,6 +20,7 @@ use minijinja::value::{Enumerator, Object, ObjectRepr, Rest, ValueKind, ValueOrK
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, filters, tests};
 
 use self::constants::check_constants;
+use super::python;
 use crate::foreign::contained;
 
 /// The longest source, in bytes; the longest of a known model has some 30 thousand.
@@ -43,6 +44,7 @@ pub(super) const INPUT: &str = "\0input";
 // Filters that the guarded instructions call. No template can write their names.
 const MADE: &str = "\0made";
 const OPERANDS: &str = "\0operands";
+const TEXTS: &str = "\0texts";
 const ATTRIBUTE: &str = "\0attribute";
 const PRINTED: &str = "\0printed";
 const LOOPED: &str = "\0looped";
@@ -180,9 +182,12 @@ fn guard<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
             | Instruction::CompareAndPreserve(..)
             | Instruction::StringConcat
             | Instruction::SetAttr(..) => {
-                let is_attribute = matches!(instruction, Instruction::SetAttr(..));
                 add(Instruction::BuildTuple(Some(2)));
-                add(filter(if is_attribute { ATTRIBUTE } else { OPERANDS }));
+                add(filter(match instruction {
+                    Instruction::SetAttr(..) => ATTRIBUTE,
+                    Instruction::StringConcat => TEXTS,
+                    _ => OPERANDS,
+                }));
                 add(Instruction::UnpackList(2));
                 // The first of a list ends on top of the stack.
                 add(Instruction::Swap);
@@ -400,6 +405,12 @@ fn operands(state: &mut State, pair: Value) -> Result<Value, Error> {
     Ok(pair)
 }
 
+/// Checks values that are about to be written one behind the other, and gives them as Python writes them.
+fn texts(state: &mut State, pair: Value) -> Result<Value, Error> {
+    let pair = operands(state, pair)?;
+    Ok(python::with_item_texts(&pair))
+}
+
 fn count_argument(budget: &mut Budget, value: &Value) -> Result<(), Error> {
     match value.kind() {
         ValueKind::String => budget.take_work(value.as_str().map_or(0, str::len) / 64),
@@ -467,7 +478,10 @@ fn print(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error
         _ => 8,
     };
     budget.take_bytes(length)?;
-    minijinja::escape_formatter(out, state, value)
+    match python::text(value) {
+        Some(text) => Ok(out.write_str(&text)?),
+        None => minijinja::escape_formatter(out, state, value),
+    }
 }
 
 /// The most bytes that one value may have.
@@ -584,10 +598,32 @@ fn call(
     function: &Value,
     arguments: Rest<ValueOrKwargs>,
 ) -> Result<Value, Error> {
-    let arguments = arguments.into_values();
+    let mut arguments = arguments.into_values();
     before(state, name, &arguments)?;
+    if as_python_writes(name, &mut arguments) {
+        before(state, name, &arguments)?;
+    }
     let value = function.call(state, &arguments)?;
     made(state, value)
+}
+
+/// Puts texts, as Python writes them, in place of what a filter or test would make texts of; says whether it did.
+fn as_python_writes(name: &str, arguments: &mut [Value]) -> bool {
+    match (name, arguments) {
+        (
+            "string" | "lower" | "upper" | "title" | "capitalize" | "replace" | "trim" | "safe"
+            | "escape" | "e",
+            [value, ..],
+        ) => *value = python::with_text(value),
+        ("join", [value, ..]) => *value = python::with_item_texts(value),
+        ("format", [format, values @ ..])
+            if format.as_str().is_some_and(python::has_only_text_places) =>
+        {
+            values.iter_mut().for_each(|value| *value = python::with_text(value));
+        }
+        _ => return false,
+    }
+    true
 }
 
 /// [`call`] of a method, by what makes it.
@@ -620,6 +656,7 @@ pub(super) fn install(environment: &mut Environment<'static>) {
     environment.set_formatter(print);
     environment.add_filter(MADE, made);
     environment.add_filter(OPERANDS, operands);
+    environment.add_filter(TEXTS, texts);
     environment.add_filter(ATTRIBUTE, attribute);
     environment.add_filter(PRINTED, printed);
     environment.add_filter(LOOPED, looped);
@@ -652,8 +689,8 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         "d" = filters::default,
         "round" = filters::round,
         "abs" = filters::abs,
-        "int" = super::python::int,
-        "truncate" = super::python::truncate,
+        "int" = python::int,
+        "truncate" = python::truncate,
         "float" = filters::float,
         "attr" = filters::attr,
         "first" = filters::first,

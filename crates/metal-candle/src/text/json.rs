@@ -7,6 +7,7 @@ use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 
 use super::guard;
+use super::python::python_float;
 
 /// A template's view of a JSON value.
 pub(super) fn to_template_value(value: &serde_json::Value) -> Value {
@@ -113,7 +114,7 @@ impl Writer {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number if value.is_integer() => self.out.push_str(&value.to_string()),
-            ValueKind::Number => self.out.push_str(&python_float(f64::try_from(value.clone())?)),
+            ValueKind::Number => self.out.push_str(&float_text(f64::try_from(value.clone())?)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items = value.try_iter()?.collect::<Vec<_>>();
@@ -203,30 +204,18 @@ fn key_text(key: &Value) -> Result<String, Error> {
         ValueKind::None => "null".into(),
         ValueKind::Bool => if key.is_true() { "true" } else { "false" }.into(),
         ValueKind::Number if key.is_integer() => key.to_string(),
-        ValueKind::Number => python_float(f64::try_from(key.clone())?),
+        ValueKind::Number => float_text(f64::try_from(key.clone())?),
         other => return Err(invalid(format!("tojson: {other} cannot be a key"))),
     })
 }
 
-/// A float as Python's `repr` writes it: the shortest digits that read back, with an exponent below 1e-4 and from 1e16.
-fn python_float(value: f64) -> String {
-    if value.is_nan() {
-        return "NaN".into();
-    }
-    if value.is_infinite() {
-        return if value > 0.0 { "Infinity" } else { "-Infinity" }.into();
-    }
-    let magnitude = value.abs();
-    if value == 0.0 || (1e-4..1e16).contains(&magnitude) {
-        return format!("{value:?}");
-    }
-    let scientific = format!("{value:e}");
-    match scientific.split_once('e') {
-        Some((digits, exponent)) => match exponent.strip_prefix('-') {
-            Some(exponent) => format!("{digits}e-{exponent:0>2}"),
-            None => format!("{digits}e+{exponent:0>2}"),
-        },
-        None => scientific,
+/// A float as `json.dumps` writes it.
+fn float_text(value: f64) -> String {
+    match value {
+        value if value.is_nan() => "NaN".into(),
+        f64::INFINITY => "Infinity".into(),
+        f64::NEG_INFINITY => "-Infinity".into(),
+        value => python_float(value),
     }
 }
 

@@ -1,7 +1,14 @@
-//! What templates call that is Python's rather than the engine's: methods, and filters as Jinja2 defines them.
+//! What templates call that is Python's rather than the engine's: methods, filters as Jinja2 defines them, and the text of
+//! a value.
+
+use std::fmt::Write as _;
+use std::sync::LazyLock;
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value, filters};
+use regex::Regex;
+
+use super::template::is_mark;
 
 /// Python's methods of strings, lists and dicts, beyond those of `minijinja_contrib::pycompat`.
 pub(super) fn python_method(
@@ -48,6 +55,10 @@ pub(super) fn python_method(
                 None => ["", "", text],
             };
             Ok(parts.into_iter().map(Value::from).collect())
+        }
+        "format" if has_only_plain_fields(text) => {
+            let arguments = arguments.iter().map(with_text).collect::<Vec<_>>();
+            minijinja_contrib::pycompat::unknown_method_callback(state, value, method, &arguments)
         }
         "center" | "ljust" | "rjust" | "zfill" => padded(text, method, arguments),
         "rsplit" => {
@@ -161,4 +172,142 @@ pub(super) fn truncate(
     let cut = cut.unwrap_or(text);
     let words = cut.rsplit_once(' ').filter(|_| !killwords).map_or(cut, |(words, _)| words);
     Ok(format!("{words}{end}"))
+}
+
+/// A value as Python's `str` writes it, where that isn't what the engine writes: a float, or a list or dict with what is in
+/// it. Such a value must have an end, so [`super::guard`] measures it before.
+pub(super) fn text(value: &Value) -> Option<String> {
+    match value.kind() {
+        ValueKind::Number if !value.is_integer() => {
+            f64::try_from(value.clone()).ok().map(python_float)
+        }
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map if !writes_itself(value) => {
+            let mut written = String::new();
+            write_repr(value, &mut written);
+            Some(written)
+        }
+        _ => None,
+    }
+}
+
+/// The value, or its text where the engine would write another.
+pub(super) fn with_text(value: &Value) -> Value {
+    text(value).map_or_else(|| value.clone(), Value::from)
+}
+
+/// A value's items with their texts in place of those that the engine would write otherwise.
+pub(super) fn with_item_texts(value: &Value) -> Value {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => match value.try_iter() {
+            Ok(items) => items.map(|item| with_text(&item)).collect(),
+            Err(_) => value.clone(),
+        },
+        _ => value.clone(),
+    }
+}
+
+/// Whether this is a thing of the engine, such as a namespace, rather than a list or dict.
+fn writes_itself(value: &Value) -> bool {
+    let name = value.as_object().map_or("", |object| object.type_name());
+    value.is_kwargs() || ["::Namespace", "::Loop"].iter().any(|thing| name.ends_with(thing))
+}
+
+fn write_repr(value: &Value, written: &mut String) {
+    let items = |written: &mut String| {
+        for (index, item) in value.try_iter().into_iter().flatten().enumerate() {
+            written.push_str(if index > 0 { ", " } else { "" });
+            write_repr(&item, written);
+            if value.kind() == ValueKind::Map {
+                written.push_str(": ");
+                write_repr(&value.get_item(&item).unwrap_or_default(), written);
+            }
+        }
+    };
+    let (open, close) = match value.kind() {
+        ValueKind::Undefined => return written.push_str("Undefined"),
+        ValueKind::String => return write_string(value.as_str().unwrap_or_default(), written),
+        ValueKind::Seq if value.is_tuple() && value.len() == Some(1) => ("(", ",)"),
+        ValueKind::Seq if value.is_tuple() => ("(", ")"),
+        ValueKind::Seq | ValueKind::Iterable => ("[", "]"),
+        ValueKind::Map if !writes_itself(value) => ("{", "}"),
+        _ => {
+            let _ = match text(value) {
+                Some(text) => write!(written, "{text}"),
+                None => write!(written, "{value:?}"),
+            };
+            return;
+        }
+    };
+    written.push_str(open);
+    items(written);
+    written.push_str(close);
+}
+
+/// A string as Python's `repr` writes it: in single quotes unless only these are in it, and with escapes for what cannot
+/// be printed. The marks of spans, which are no part of any conversation, stay to be found.
+fn write_string(text: &str, written: &mut String) {
+    static NOT_PRINTABLE: LazyLock<Regex> =
+        LazyLock::new(|| Regex::new(r"[\p{C}\p{Z}]").expect("the expression is a constant"));
+    let printable = |character: char| match character {
+        ' '..='~' => true,
+        _ => is_mark(character) || !NOT_PRINTABLE.is_match(character.encode_utf8(&mut [0; 4])),
+    };
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    written.push(quote);
+    for character in text.chars() {
+        let code = u32::from(character);
+        let _ = match character {
+            '\n' => write!(written, "\\n"),
+            '\r' => write!(written, "\\r"),
+            '\t' => write!(written, "\\t"),
+            '\\' => write!(written, "\\\\"),
+            _ if character == quote => write!(written, "\\{quote}"),
+            _ if printable(character) => write!(written, "{character}"),
+            _ if code <= 0xff => write!(written, "\\x{code:02x}"),
+            _ if code <= 0xffff => write!(written, "\\u{code:04x}"),
+            _ => write!(written, "\\U{code:08x}"),
+        };
+    }
+    written.push(quote);
+}
+
+/// A float as Python's `repr` writes it: the shortest digits that read back, with an exponent below 1e-4 and from 1e16.
+pub(super) fn python_float(value: f64) -> String {
+    if value.is_nan() {
+        return "nan".into();
+    }
+    let magnitude = value.abs();
+    if value == 0.0 || value.is_infinite() || (1e-4..1e16).contains(&magnitude) {
+        return format!("{value:?}");
+    }
+    let scientific = format!("{value:e}");
+    match scientific.split_once('e') {
+        Some((digits, exponent)) => match exponent.strip_prefix('-') {
+            Some(exponent) => format!("{digits}e-{exponent:0>2}"),
+            None => format!("{digits}e+{exponent:0>2}"),
+        },
+        None => scientific,
+    }
+}
+
+/// Whether `%` formats nothing but whole values as texts, which is `%s`.
+pub(super) fn has_only_text_places(format: &str) -> bool {
+    let mut parts = format.split('%').skip(1);
+    while let Some(part) = parts.next() {
+        // An empty part is the first half of `%%`.
+        let escaped = part.is_empty() && parts.next().is_some();
+        if !escaped && !part.starts_with('s') {
+            return false;
+        }
+    }
+    true
+}
+
+/// Whether `str.format` formats nothing but whole values as texts, which are `{}` and `{0}`.
+fn has_only_plain_fields(format: &str) -> bool {
+    let without_escapes = format.replace("{{", "");
+    without_escapes
+        .split('{')
+        .skip(1)
+        .all(|part| part.trim_start_matches(|it: char| it.is_ascii_digit()).starts_with('}'))
 }

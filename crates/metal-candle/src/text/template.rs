@@ -36,7 +36,8 @@ pub(super) const CONTENT_START: char = '\u{fdd2}';
 /// Marks the end of a message's content.
 pub(super) const CONTENT_END: char = '\u{fdd3}';
 
-fn is_mark(character: char) -> bool {
+/// Whether this marks a place in a rendering.
+pub(super) fn is_mark(character: char) -> bool {
     (BLOCK_START..=CONTENT_END).contains(&character)
 }
 

@@ -774,6 +774,36 @@ fn values_are_what_jinja2_says_they_are() {
 }
 
 #[test]
+fn values_are_written_as_python_writes_them() {
+    for (source, expected) in [
+        ("{{ '1e-5'|float }} {{ '1e16'|float }} {{ '1.5'|float }}", "1e-05 1e+16 1.5"),
+        ("{{ '1e-5'|float|string }} {{ '1e16'|float ~ '' }}", "1e-05 1e+16"),
+        ("{% set x %}{{ '1e-5'|float }}{% endset %}{{ x }}", "1e-05"),
+        ("{{ [['1e-7'|float], '1e300'|float, -0.0] }}", "[[1e-07], 1e+300, -0.0]"),
+        ("{{ {'a': '1e-7'|float, 1.5: none} }}", "{'a': 1e-07, 1.5: None}"),
+        (
+            "{{ [1e-7]|string }}{{ '' ~ messages ~ [1e-7, 'é'] }}",
+            "[1e-07][{'role': 'user', 'content': 'x'}][1e-07, 'é']",
+        ),
+        ("{{ [1e-7, [1e-7]]|join(' ') }} {{ [1e-5]|map('string')|join }}", "1e-07 [1e-07] 1e-05"),
+        ("{{ '%s %s'|format(1e-5, [1e-7]) }} {{ '%d|%s'|format(3, 'a') }}", "1e-05 [1e-07] 3|a"),
+        ("{{ '{} {}'.format(1e-5, [1e-7]) }}", "1e-05 [1e-07]"),
+        ("{{ [1e-7]|trim }}{{ '1e-5'|float|upper }}", "[1e-07]1E-05"),
+        ("{{ [1, true, none, nothing, [], {}, 'a'] }}", "[1, True, None, Undefined, [], {}, 'a']"),
+        ("{{ (1, 2) }}{{ (1e-7,) }}{{ () }}", "(1, 2)(1e-07,)()"),
+        (
+            r"{{ ['\u200b\u00a0\u3000\u00ad\ue000 \u00e9\u0301\u2028\x7f\x01'] }}",
+            "['\\u200b\\xa0\\u3000\\xad\\ue000 é\u{301}\\u2028\\x7f\\x01']",
+        ),
+        (r"{{ ['\U000e0001\U0001F642'] }}", "['\\U000e0001\u{1f642}']"),
+        (r#"{{ ["it's", '"', "'\"", '\n\t\r\\'] }}"#, r#"["it's", '"', '\'"', '\n\t\r\\']"#),
+        ("{{ '1e400'|float(0) }} {{ [1e308 * ('10'|int)] }}", "inf [inf]"),
+    ] {
+        assert_eq!(rendered(source), expected, "{source}");
+    }
+}
+
+#[test]
 fn methods_and_filters_of_python_are_there() {
     for (source, expected) in [
         ("{{ 'x'|int }}{{ '7'|int }}{{ '7.9'|int }}{{ none|int }}{{ [1]|int }}", "07700"),
