@@ -432,8 +432,10 @@ fn attribute(state: &mut State, pair: Value) -> Result<Value, Error> {
     Ok(pair)
 }
 
-/// What a loop goes through. The engine doesn't know how many characters a string has, and `loop.last` would never be.
+/// What a loop goes through. The engine goes through none as through an empty list, which Python refuses; and it doesn't
+/// know how many characters a string has, so that `loop.last` would never be.
 fn looped(state: &mut State, value: Value) -> Result<Value, Error> {
+    refuse_none(&value)?;
     let Some(text) = value.as_str() else { return Ok(value) };
     // Counted as it is looked at; each round takes fuel.
     Budget::of(state).take_work(text.len())?;
@@ -442,6 +444,10 @@ fn looped(state: &mut State, value: Value) -> Result<Value, Error> {
         let count = characters.clone().count();
         Box::new((0..count).map(move |_| characters.next().map(Value::from).unwrap_or_default()))
     }))
+}
+
+fn refuse_none(value: &Value) -> Result<(), Error> {
+    if value.is_none() { Err(refused("none has no items to go through")) } else { Ok(()) }
 }
 
 /// How many there are in a value; none in what isn't defined, as in Python.
@@ -599,6 +605,9 @@ fn call(
     arguments: Rest<ValueOrKwargs>,
 ) -> Result<Value, Error> {
     let mut arguments = arguments.into_values();
+    if let ("list" | "join", [value, ..]) = (name, arguments.as_slice()) {
+        refuse_none(value)?;
+    }
     before(state, name, &arguments)?;
     if as_python_writes(name, &mut arguments) {
         before(state, name, &arguments)?;
@@ -612,7 +621,7 @@ fn as_python_writes(name: &str, arguments: &mut [Value]) -> bool {
     match (name, arguments) {
         (
             "string" | "lower" | "upper" | "title" | "capitalize" | "replace" | "trim" | "safe"
-            | "escape" | "e",
+            | "escape" | "e" | "center" | "wordcount",
             [value, ..],
         ) => *value = python::with_text(value),
         ("join", [value, ..]) => *value = python::with_item_texts(value),
@@ -691,6 +700,9 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         "abs" = filters::abs,
         "int" = python::int,
         "truncate" = python::truncate,
+        "center" = python::center,
+        "wordcount" = python::wordcount,
+        "urlencode" = python::urlencode,
         "float" = filters::float,
         "attr" = filters::attr,
         "first" = filters::first,

@@ -61,8 +61,33 @@ pub(super) fn python_method(
             minijinja_contrib::pycompat::unknown_method_callback(state, value, method, &arguments)
         }
         "center" | "ljust" | "rjust" | "zfill" => padded(text, method, arguments),
+        "index" | "rindex" => {
+            let find = if method == "index" { "find" } else { "rfind" };
+            let place = minijinja_contrib::pycompat::unknown_method_callback(
+                state, value, find, arguments,
+            )?;
+            match place.as_i64() {
+                Some(-1) => Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("{method}: the text is not found"),
+                )),
+                _ => Ok(place),
+            }
+        }
+        "swapcase" => {
+            let () = from_args(arguments)?;
+            let mut swapped = String::with_capacity(text.len());
+            for character in text.chars() {
+                match character.is_uppercase() {
+                    true => swapped.extend(character.to_lowercase()),
+                    false => swapped.extend(character.to_uppercase()),
+                }
+            }
+            Ok(Value::from(swapped))
+        }
         "rsplit" => {
-            let (separator, most): (&str, Option<i64>) = from_args(arguments)?;
+            let (separator, most): (Option<&str>, Option<i64>) = from_args(arguments)?;
+            let Some(separator) = separator else { return Ok(words_from_the_right(text, most)) };
             if separator.is_empty() {
                 return Err(Error::new(ErrorKind::InvalidOperation, "rsplit: empty separator"));
             }
@@ -75,6 +100,80 @@ pub(super) fn python_method(
         }
         _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments),
     }
+}
+
+/// The words of a text, of which only so many at its end are split off.
+fn words_from_the_right(text: &str, most: Option<i64>) -> Value {
+    let mut most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
+    let mut words = Vec::new();
+    let mut rest = text.trim_end();
+    while !rest.is_empty() {
+        let cut = rest.rfind(char::is_whitespace).filter(|_| most > 0);
+        let (before, word) = match cut {
+            Some(place) => {
+                let behind = rest.get(place..).unwrap_or_default();
+                (rest.get(..place).unwrap_or_default(), behind.trim_start())
+            }
+            None => ("", rest),
+        };
+        words.push(word);
+        rest = before.trim_end();
+        most = most.saturating_sub(1);
+    }
+    words.into_iter().rev().map(Value::from).collect()
+}
+
+/// The filter: a text in the middle of a line of so many characters.
+pub(super) fn center(value: String, width: Option<i64>, named: Kwargs) -> Result<Value, Error> {
+    let width = width.or(named.get("width")?).unwrap_or(80);
+    named.assert_all_used()?;
+    padded(&value, "center", &[Value::from(width)])
+}
+
+/// How many runs of letters, digits and underscores a text has.
+pub(super) fn wordcount(value: String) -> usize {
+    static WORD: LazyLock<Regex> =
+        LazyLock::new(|| Regex::new(r"[\p{L}\p{N}_]+").expect("the expression is a constant"));
+    WORD.find_iter(&value).count()
+}
+
+/// A text as a part of a path in an address; a dict, or a list of pairs, as its query.
+pub(super) fn urlencode(value: &Value) -> Result<String, Error> {
+    let of = |value: &Value| text(value).unwrap_or_else(|| value.to_string());
+    let pair = |key: &Value, value: &Value| {
+        format!("{}={}", encoded(&of(key), true), encoded(&of(value), true))
+    };
+    let mut pairs = Vec::new();
+    match value.kind() {
+        ValueKind::Map => {
+            for key in value.try_iter()? {
+                pairs.push(pair(&key, &value.get_item(&key)?));
+            }
+        }
+        ValueKind::Seq | ValueKind::Iterable => {
+            for item in value.try_iter()? {
+                pairs
+                    .push(pair(&item.get_item(&Value::from(0))?, &item.get_item(&Value::from(1))?));
+            }
+        }
+        _ => return Ok(encoded(&of(value), false)),
+    }
+    Ok(pairs.join("&"))
+}
+
+fn encoded(text: &str, in_query: bool) -> String {
+    let mut written = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        let _ = match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' | b'-' | b'~' => {
+                write!(written, "{}", char::from(byte))
+            }
+            b'/' if !in_query => write!(written, "/"),
+            b' ' if in_query => write!(written, "+"),
+            _ => write!(written, "%{byte:02X}"),
+        };
+    }
+    written
 }
 
 /// A text with as many characters more as make it `width` long; `zfill` keeps a sign in front.

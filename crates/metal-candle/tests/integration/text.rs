@@ -817,10 +817,44 @@ fn methods_and_filters_of_python_are_there() {
         ("{{ 'ab'.zfill(5) }}{{ '-7'.zfill(4) }}{{ 'ab'.zfill(-1) }}", "000ab-007ab"),
         ("{{ 'ab'.center(5, '*') }} {{ 'abc'.center(6, '*') }}", "**ab* *abc**"),
         ("{{ 'ä'.ljust(3) }}|{{ 'ä'.rjust(3, '.') }}", "ä  |..ä"),
+        (
+            "[{{ 'ab'|center(7) }}] {{ 5|center(width=3) }} {{ 'a'|center|length }}",
+            "[   ab  ]  5  80",
+        ),
+        ("{{ 'one two-three _x é1'|wordcount }}{{ 5|wordcount }}{{ ''|wordcount }}", "510"),
+        ("{{ 'a /ü?~'|urlencode }} {{ [('a', '/')]|urlencode }}", "a%20/%C3%BC%3F~ a=%2F"),
+        ("{{ {'a b': 'c/d', 'e': 1.5, 'n': none}|urlencode }}", "a+b=c%2Fd&e=1.5&n=None"),
+        ("{{ 'héllo'.index('l') }}{{ 'abcabc'.rindex('c') }}", "25"),
+        ("{{ 'aBßÄ1'.swapcase() }}", "AbSSä1"),
+        (
+            "{{ ' a b  c '.rsplit() }} {{ ' a b  c '.rsplit(none, 1) }}",
+            "['a', 'b', 'c'] [' a b', 'c']",
+        ),
+        ("{{ ' a b '.rsplit(none, 0) }}{{ ' '.rsplit() }}", "[' a b'][]"),
+        ("{{ 'a,b,c'.rsplit(',', 1) }}", "['a,b', 'c']"),
         ("{{ {'a': 1}.copy() }}{{ messages[0].copy().role }}", "{'a': 1}user"),
     ] {
         assert_eq!(rendered(source), expected, "{source}");
     }
+}
+
+#[test]
+fn what_python_refuses_is_refused() {
+    for source in [
+        "{% for x in none %}{% endfor %}",
+        "{% for x in [none] recursive %}{{ loop(x) }}{% endfor %}",
+        "{{ none|list }}",
+        "{{ none|join }}",
+        "{{ 'a'.index('b') }}",
+    ] {
+        let mut tokenizer = tokenizer("tokenizer");
+        tokenizer.set_chat_template(source).unwrap();
+        let template = tokenizer.require_chat_template().unwrap();
+        let outcome = template.render(&[Message::new("user", "x")], &RenderOptions::default());
+        assert!(outcome.is_err(), "{source}");
+    }
+    let source = "{{ nothing|list }}{{ nothing|join }}{% for x in nothing %}{% endfor %}";
+    assert_eq!(rendered(source), "[]");
 }
 
 #[test]
