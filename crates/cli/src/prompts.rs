@@ -38,6 +38,7 @@ pub fn encode_chat(
         variables: Some(variables),
         ..RenderOptions::default()
     };
-    let text = tokenizer.require_chat_template()?.render(messages, &options)?;
+    let template = tokenizer.require_chat_template()?;
+    let text = template.render(&template.fitted(messages), &options)?;
     tokenizer.encode(&text, false)
 }

@@ -250,6 +250,7 @@ impl<'a> Builder<'a> {
         first: Option<usize>,
     ) -> Result<Written> {
         let template = self.tokenizer.require_chat_template()?;
+        let messages = &*template.fitted(messages);
         let options = RenderOptions {
             add_generation_prompt: false,
             tools,

@@ -1,5 +1,6 @@
 //! Text to tokens and back: tokenizers, chat templates, and streaming that never splits a character.
 
+mod fitted;
 mod guard;
 mod json;
 mod message;

@@ -136,7 +136,8 @@ fn read(
         variables: Some(&options.variables),
         now: options.now,
     };
-    let rendered = match tokenizer.require_chat_template()?.render(messages, &options) {
+    let template = tokenizer.require_chat_template()?;
+    let rendered = match template.render(&template.fitted(messages), &options) {
         Err(Error::Template(_)) => return Ok(None),
         rendered => rendered?,
     };

@@ -1,6 +1,5 @@
 //! Messages of blocks as chat templates know messages: a call is a field of its message, a result a message.
 
-use crate::api::chat::messages::join_parts;
 use crate::conversation::MOST_MESSAGES;
 use crate::error::{ApiError, Result};
 use metal_candle::text::{ChatTemplate, Message};
@@ -46,8 +45,7 @@ pub fn read(
             _ => return Err(wrong("role", "expected \"user\", \"assistant\" or \"system\"")),
         }
     }
-    join_parts(&mut read, template);
-    Ok(read)
+    Ok(template.fitted(&read).into_owned())
 }
 
 /// What somebody says in these texts.

@@ -2,7 +2,7 @@
 
 use crate::conversation::MOST_MESSAGES;
 use crate::error::{ApiError, Result};
-use metal_candle::text::{ChatTemplate, Message, RenderOptions};
+use metal_candle::text::{ChatTemplate, Message};
 use serde_json::{Map, Value, json};
 
 /// The messages of a request, which `field` has, as chat templates know them: contents are strings, or lists of texts
@@ -23,71 +23,16 @@ pub fn read(
         }
         _ => {}
     }
-    let knows_developer = template.mentions("developer");
     let messages = messages.into_iter().enumerate();
-    let messages =
-        messages.map(|(index, fields)| one(&format!("{field}[{index}]"), fields, knows_developer));
-    let mut messages = messages.collect::<Result<Vec<_>>>()?;
-    join_parts(&mut messages, template);
-    Ok(messages)
-}
-
-/// Joins the parts of contents to one text, but for messages of roles whose parts the template writes itself: that may be
-/// another text, of trimmed parts for instance, and in training it is the template's.
-pub fn join_parts(messages: &mut [Message], template: &ChatTemplate) {
-    let mut known: Vec<(String, bool)> = Vec::new();
-    for message in messages {
-        if !message.get("content").is_some_and(Value::is_array) {
-            continue;
-        }
-        let role = message.role();
-        let writes = known.iter().find(|(known, _)| known == role).map(|(_, writes)| *writes);
-        let writes = writes.unwrap_or_else(|| {
-            let writes = writes_parts(template, role);
-            known.push((role.to_string(), writes));
-            writes
-        });
-        if !writes {
-            let text = message.text().unwrap_or_default();
-            *message = message.clone().with("content", Value::from(text));
-        }
-    }
-}
-
-/// Whether a template writes every part of a content that is a list, in messages of this role: tried with two parts, of
-/// which it may fail, print the list as it is, or leave out one.
-fn writes_parts(template: &ChatTemplate, role: &str) -> bool {
-    const PARTS: [&str; 2] = ["qfirstq", "qsecondq"];
-    let parts = PARTS.map(|text| json!({"type": "text", "text": text}));
-    let message = Message::new(role, "").with("content", Value::from(parts.to_vec()));
-    let user = || Message::new("user", "a");
-    let message = match role {
-        "tool" => message.with("tool_call_id", Value::from("abcdefgh1")),
-        _ => message,
-    };
-    let conversation = match role {
-        "user" => vec![message],
-        "assistant" => vec![user(), message, user()],
-        "tool" => {
-            let function = json!({"name": "f", "arguments": {}});
-            let call = json!({"id": "abcdefgh1", "type": "function", "function": function});
-            let call = Message::new("assistant", "").with("tool_calls", json!([call]));
-            vec![user(), call, message]
-        }
-        _ => vec![message, user()],
-    };
-    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
-    let Ok(text) = template.render(&conversation, &options) else { return false };
-    let after = text.split_once(PARTS[0]).map(|(_, after)| after);
-    let between = after.and_then(|after| after.split_once(PARTS[1])).map(|(between, _)| between);
-    // The key stands between them where the list is printed.
-    between.is_some_and(|between| !between.contains("text"))
+    let messages = messages.map(|(index, fields)| one(&format!("{field}[{index}]"), fields));
+    let messages = messages.collect::<Result<Vec<_>>>()?;
+    Ok(template.fitted(&messages).into_owned())
 }
 
 /// Who of several in a role speaks.
 const NAME: &str = "name";
 
-fn one(place: &str, mut fields: Map<String, Value>, knows_developer: bool) -> Result<Message> {
+fn one(place: &str, mut fields: Map<String, Value>) -> Result<Message> {
     let place = |name: &str| format!("{place}.{name}");
     let wrong = |name: &str, what: &str| ApiError::field(place(name), what);
     fields.retain(|_, value| !value.is_null());
@@ -98,10 +43,7 @@ fn one(place: &str, mut fields: Map<String, Value>, knows_developer: bool) -> Re
     let content = content.map(|content| checked(&place("content"), content)).transpose()?;
     let says = |role: &str, content| Message::new(role, "").with("content", content);
     let mut message = match (role.as_str(), content) {
-        ("system" | "user" | "tool", Some(content)) => says(&role, content),
-        ("developer", Some(content)) => {
-            says(if knows_developer { "developer" } else { "system" }, content)
-        }
+        ("system" | "developer" | "user" | "tool", Some(content)) => says(&role, content),
         ("assistant", content) => assistant(&place(""), content, &mut fields)?,
         ("system" | "developer" | "user" | "tool", None) => {
             return Err(wrong("content", "is missing, expected a string or a list of texts"));
@@ -266,6 +208,7 @@ fn tool_calls(place: &str, calls: Value) -> Result<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use metal_candle::text::RenderOptions;
 
     fn messages(value: Value) -> Result<Vec<Message>> {
         let template = ChatTemplate::new("{{ messages }}", vec![], vec![], vec![]).unwrap();
