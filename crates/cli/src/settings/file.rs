@@ -3,8 +3,8 @@
 
 use super::Settings;
 use super::keys::{GROUPS, Keys, Origins, Style, is_full, is_same, kind};
-use super::mlx;
 use super::optimizer::{OPTIONS, OptimizerName};
+use super::programs::{self, Program};
 use super::unused::{self, Said};
 use super::words::SCHEDULERS;
 use super::yaml;
@@ -22,8 +22,12 @@ pub struct File {
     path: PathBuf,
     /// How the settings are written there.
     origins: Origins,
-    /// The key by which it is known to be mlx-lm's.
-    mlx_sign: Option<&'static str>,
+    /// Its keys as they stand there.
+    written: Mapping,
+    /// Whether it says that there is an adapter, of a kind that is said elsewhere.
+    has_adapter: bool,
+    /// Whose it is known to be, and the key that says so.
+    sign: Option<(Program, &'static str)>,
 }
 
 /// The key of [`File::resume_from`]. It is in a run's settings from when it is told to go on from another checkpoint than its
@@ -68,8 +72,11 @@ impl File {
     }
 
     fn from_mapping(written: &Mapping) -> Result<Self, String> {
-        let (map, origins) = Keys::read(written, Style::File)?.into_parts();
-        Ok(Self { map, origins, mlx_sign: mlx::sign(written), ..Self::default() })
+        let keys = Keys::read(written, Style::File)?;
+        let has_adapter = keys.peft.is_some();
+        let (map, origins) = keys.into_parts();
+        let sign = programs::sign(written);
+        Ok(Self { map, origins, written: written.clone(), has_adapter, sign, ..Self::default() })
     }
 
     /// The settings of the file with the flags laid over it, over the defaults; and what a person should
@@ -85,6 +92,7 @@ impl File {
         }
         let flags = Keys::read(flags, Style::Flags).map_err(usage)?;
         let mut said = std::mem::take(&mut self.map);
+        let has_adapter = self.has_adapter || flags.peft.is_some();
         if flags.peft.is_some() && is_full(&said) {
             said.remove("fine_tune_type");
         }
@@ -104,7 +112,10 @@ impl File {
             said.remove("warmup_steps");
         }
         let unused_options = self.fit_optimizer(&mut said, &mut flags, &written)?;
-        let unsaid = self.mlx_sign.map(|sign| (sign, mlx::unsaid(&mut said, &flags)));
+        let unsaid = self.sign.map(|(program, sign)| {
+            let unsaid = programs::unsaid(program, &self.written, has_adapter, &mut said, &flags);
+            (program, sign, unsaid)
+        });
         // A schedule of mlx-lm's holds its own peak.
         if let Some(rate) = flags.get("learning_rate")
             && let Some(Value::Mapping(schedule)) = said.get_mut("lr_schedule")
@@ -120,7 +131,7 @@ impl File {
             .filter_map(|key| key.as_str().map(String::from))
             .collect();
         let mut merged =
-            unsaid.as_ref().map(|(_, unsaid)| unsaid.defaults.clone()).unwrap_or_default();
+            unsaid.as_ref().map(|(.., unsaid)| unsaid.defaults.clone()).unwrap_or_default();
         merged.extend(said.clone());
         merged.extend(flags.clone());
         let settings: Settings =
@@ -128,18 +139,24 @@ impl File {
         let file = Said {
             path: &self.path,
             map: &said,
-            is_mlx: self.mlx_sign.is_some(),
+            is_mlx: self.is_mlx(),
             has_mlx_targets: self
                 .origins
                 .of("target_modules")
                 .is_some_and(|origin| origin.starts_with("lora_parameters.")),
         };
         let unused = unused::check(&settings, &file, &flags)?;
-        let notices = unsaid.map(|(sign, unsaid)| unsaid.notice(&self.path, sign)).into_iter();
+        let notices = unsaid
+            .map(|(program, sign, unsaid)| unsaid.notice(program, &self.path, sign))
+            .into_iter();
         let notices = notices.chain(unused_options).chain(unused);
         let notice = notices.reduce(|all, one| format!("{all}\n{one}"));
         let settings = settings.complete(&given).map_err(|error| self.named(error, &said))?;
         Ok((settings, notice))
+    }
+
+    fn is_mlx(&self) -> bool {
+        matches!(self.sign, Some((Program::Mlx, _)))
     }
 
     /// Brings a warm-up by flag into the file's schedule of mlx-lm, if it has one.
@@ -176,10 +193,10 @@ impl File {
         let parsed = |name: Option<&Value>| -> anyhow::Result<Option<OptimizerName>> {
             name.cloned().map(serde_yaml_ng::from_value).transpose().map_err(usage)
         };
-        let of_file = match (parsed(said.get("optimizer"))?, self.mlx_sign) {
+        let of_file = match (parsed(said.get("optimizer"))?, self.is_mlx()) {
             (Some(named), _) => named,
-            (None, Some(_)) => OptimizerName::Adam,
-            (None, None) => Settings::default().optimizer,
+            (None, true) => OptimizerName::Adam,
+            (None, false) => Settings::default().optimizer,
         };
         let used = parsed(flags.get("optimizer"))?.unwrap_or(of_file);
         // One that came with the file's word for its optimiser goes with that.
@@ -255,6 +272,7 @@ impl File {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{FineTuneType, Precision};
     use super::*;
 
     fn mapping(yaml: &str) -> Mapping {
@@ -283,24 +301,30 @@ mod tests {
         assert_eq!(parse(peft).unwrap(), own);
         let axolotl = "adapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_dropout: 0.1\nmax_steps: 10\n\
                        micro_batch_size: 2\nlr_scheduler: linear\nload_in_4bit: false\nflash_attention: true";
-        assert_eq!(parse(axolotl).unwrap(), own);
+        let own_as = |unsaid: &str| {
+            let own = "rank: 4\nalpha: 8\ndropout: 0.1\nsteps: 10\nbatch_size: 2\nschedule: linear";
+            parse(&format!("{own}\n{unsaid}")).unwrap()
+        };
+        let as_axolotl = own_as("weight_decay: 0\nmax_seq_length: 512");
+        assert_eq!(parse(axolotl).unwrap(), as_axolotl);
         let factory = "stage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 4\nlora_alpha: 8\n\
                        lora_target: all\nlora_dropout: 0.1\nmax_steps: 10\nlr_scheduler_type: linear\n\
                        per_device_train_batch_size: 2";
-        assert_eq!(parse(factory).unwrap(), own);
+        let as_factory = own_as("weight_decay: 0\nwarmup_steps: 0\nlearning_rate: 5e-5");
+        assert_eq!(parse(factory).unwrap(), as_factory);
         let axolotl_in_full = "model_type: AutoModelForCausalLM\ntokenizer_type: AutoTokenizer\n\
                                dataset_prepared_path: prepared\neval_sample_packing: false\n\
                                pad_to_sequence_len: true\nspecial_tokens: {pad_token: <pad>}\n\
                                wandb_entity: me\nwandb_name: one\nxformers_attention: true\n\
                                lora_fan_in_fan_out: false\npeft_use_dora: false";
-        assert_eq!(parse(&format!("{axolotl}\n{axolotl_in_full}")).unwrap(), own);
+        assert_eq!(parse(&format!("{axolotl}\n{axolotl_in_full}")).unwrap(), as_axolotl);
         let factory_in_full = "run_name: one\ndataloader_num_workers: 4\nremove_unused_columns: false\n\
-                               template: null\noverwrite_cache: true\npreprocessing_num_workers: 16\n\
+                               template: qwen\noverwrite_cache: true\npreprocessing_num_workers: 16\n\
                                ddp_timeout: 180000000\nbnb_4bit_quant_type: nf4\nquantization_method: bnb";
-        assert_eq!(parse(&format!("{factory}\n{factory_in_full}")).unwrap(), own);
+        assert_eq!(parse(&format!("{factory}\n{factory_in_full}")).unwrap(), as_factory);
         let four_bits = parse("quantization_bit: 4\nlora_modules_to_save: [lm_head]").unwrap();
-        let nf4 = parse("quantize: nf4\nmodules_to_save: [lm_head]").unwrap();
-        assert_eq!(four_bits, nf4);
+        assert_eq!(four_bits.quantize, parse("quantize: nf4").unwrap().quantize);
+        assert_eq!(four_bits.modules_to_save, Some(vec!["lm_head".into()]));
         let pasted = "peft_type: LORA\ntask_type: CAUSAL_LM\nbias: none\ninference_mode: false\n\
                       modules_to_save: null\ninit_lora_weights: true\nfan_in_fan_out: false\n\
                       loftq_config: {}\nmegatron_core: megatron.core\nuse_dora: false\nlayers_pattern: null\n\
@@ -309,7 +333,9 @@ mod tests {
         assert_eq!(parse(pasted).unwrap(), own);
         let trl = "model_name_or_path: m\ndataset_name: o/n\ndataset_config: en\ndataset_text_field: body\n\
                    chat_template_path: '{{ messages }}'";
-        let ours = "model: m\ndata: o/n\ndata_config: en\ntext_column: body\nchat_template: '{{ messages }}'";
+        let ours = "model: m\ndata: o/n\ndata_config: en\ntext_column: body\nchat_template: '{{ messages }}'\n\
+                    fine_tune_type: full\nlearning_rate: 2e-5\nschedule: linear\nwarmup_steps: 0\nepochs: 3\n\
+                    batch_size: 8\nweight_decay: 0\nmax_seq_length: 1024";
         let read = |yaml: &str| {
             let file = File::from_mapping(&mapping(yaml)).unwrap();
             file.merge(&Mapping::new()).unwrap().0
@@ -322,6 +348,52 @@ mod tests {
         assert_eq!(parse(peft).unwrap(), eva);
         assert_eq!(parse(&eva.to_yaml().unwrap()).unwrap(), eva);
         assert_eq!(parse(&own.to_yaml().unwrap()).unwrap(), own);
+    }
+
+    #[test]
+    fn what_a_program_has_unsaid_holds_for_its_files() {
+        let read = |yaml: &str, flags: &str| {
+            let (settings, notice) =
+                with_flags(yaml, flags).unwrap_or_else(|error| panic!("{yaml}: {error}"));
+            (settings, notice.unwrap_or_default())
+        };
+        // No adapter is full fine-tuning in TRL and axolotl.
+        let (trl, notice) = read("model_name_or_path: m\nassistant_only_loss: true", "{}");
+        assert_eq!(trl.fine_tune_type, FineTuneType::Full);
+        assert_eq!((trl.learning_rate, trl.epochs), (Some(2e-5), Some(3.0)));
+        assert_eq!((trl.warmup_steps, trl.weight_decay), (Some(0), Some(0.0)));
+        assert!(notice.contains("is read as TRL's, because of `assistant_only_loss`"), "{notice}");
+        assert!(notice.contains("fine_tune_type full") && !notice.contains("loss_on"), "{notice}");
+        let (peft, notice) = read("model_name_or_path: m\nuse_peft: true\nlora_r: 64", "{}");
+        assert_eq!((peft.fine_tune_type, peft.rank), (FineTuneType::Lora, 64));
+        assert_eq!((peft.alpha, peft.dropout), (Some(32.0), 0.05));
+        assert!(
+            notice.contains("loss_on: all") && notice.contains("q_proj and v_proj"),
+            "{notice}"
+        );
+        // A flag of an adapter asks for one.
+        let (flagged, _) = read("model_name_or_path: m", "rank: 4");
+        assert_eq!((flagged.fine_tune_type, flagged.rank), (FineTuneType::Lora, 4));
+        let preferences = read("model_name_or_path: m\nuse_peft: true", "objective: dpo").0;
+        assert_eq!(preferences.learning_rate, Some(1e-6));
+        let axolotl = "base_model: m\nlearning_rate: 1e-4\nbf16: false\nfp16: false\nrl: simpo";
+        let (axolotl, notice) = read(axolotl, "{}");
+        assert_eq!(axolotl.fine_tune_type, FineTuneType::Full);
+        assert_eq!((axolotl.batch_size, axolotl.max_seq_length), (1, 512));
+        assert_eq!((axolotl.dtype, axolotl.warmup_steps), (Precision::F32, None));
+        assert!(notice.contains("likelihood") && notice.contains("100 steps"), "{notice}");
+        let half = read("base_model: m\nadapter: lora\nlora_target_linear: true\nbf16: auto", "{}");
+        assert_eq!((half.0.fine_tune_type, half.0.dtype), (FineTuneType::Lora, Precision::Auto));
+        assert!(!half.1.contains("q_proj"), "{}", half.1);
+        let (factory, notice) = read("stage: sft\ntemplate: qwen3\npacking: true", "{}");
+        assert_eq!((factory.fine_tune_type, factory.rank), (FineTuneType::Lora, 8));
+        assert_eq!((factory.learning_rate, factory.batch_size), (Some(5e-5), 8));
+        assert!(
+            notice.contains("template: qwen3") && notice.contains("see each other"),
+            "{notice}"
+        );
+        // What stands in any of their files leaves ours as they are.
+        assert_eq!(read("lora_alpha: 8\nnum_train_epochs: 2", "{}").1, "");
     }
 
     #[test]
@@ -583,7 +655,17 @@ mod tests {
             ("max_steps: -1\nnum_train_epochs: 3.0", "epochs: 3"),
             ("bf16: true\ntorch_dtype: auto", "dtype: bf16"),
         ] {
-            assert_eq!(parse(yaml).unwrap(), parse(same).unwrap(), "{yaml}");
+            // What a known program leaves unsaid is for another test.
+            let said = |mut settings: Settings| {
+                let own = parse(same).unwrap();
+                let Settings { objective, beta, loss_type, fine_tune_type, quantize, .. } =
+                    settings;
+                if programs::sign(&mapping(yaml)).is_some() {
+                    settings = own;
+                }
+                Settings { objective, beta, loss_type, fine_tune_type, quantize, ..settings }
+            };
+            assert_eq!(said(parse(yaml).unwrap()), parse(same).unwrap(), "{yaml}");
         }
         for yaml in [
             "stage: kto\npref_loss: orpo",

@@ -3,10 +3,9 @@
 //! `CONFIG_DEFAULTS` of mlx-lm's `lora.py` (0.32) decides there. A file that has a key which only mlx-lm
 //! has gets the same values here, so that it trains the same way. What stays different is told.
 
-use super::Settings;
-use super::keys::{is_same, same, shown};
+use super::keys::same;
+use super::programs::Unsaid;
 use serde_yaml_ng::{Mapping, Value};
-use std::path::Path;
 
 /// Keys that no other program has, this one included.
 const OWN: &[&str] = &[
@@ -29,15 +28,6 @@ const OWN_WITH_VALUE: &[&str] =
 
 /// Settings that LoRA has no use for without an adapter to make.
 const LORA: &[&str] = &["rank", "scale", "num_layers"];
-
-/// What a file of mlx-lm leaves to its program.
-#[derive(Debug)]
-pub struct Unsaid {
-    /// Settings by this program's names.
-    pub defaults: Mapping,
-    /// What is not as in mlx-lm, whatever the settings.
-    differences: Vec<String>,
-}
 
 /// The key by which a file is known to be mlx-lm's, if it is. `written` are its keys as they stand there.
 pub fn sign(written: &Mapping) -> Option<&'static str> {
@@ -131,29 +121,4 @@ pub fn unsaid(said: &mut Mapping, flags: &Mapping) -> Unsaid {
         ));
     }
     Unsaid { defaults, differences }
-}
-
-impl Unsaid {
-    /// What a person should know of a file that was known by the key `sign`.
-    pub fn notice(&self, file: &Path, sign: &str) -> String {
-        let own = serde_yaml_ng::to_value(Settings::default()).unwrap_or_default();
-        let is_own =
-            |key: &Value, value: &Value| is_same(own.get(key).unwrap_or(&Value::Null), value);
-        let values: Vec<String> = self
-            .defaults
-            .iter()
-            .filter(|(key, value)| !is_own(key, value))
-            .map(|(key, value)| format!("{} {}", shown(key), shown(value)))
-            .collect();
-        let unsaid = if values.is_empty() {
-            String::new()
-        } else {
-            format!(" Where it says nothing, mlx-lm's values hold: {}.", values.join(", "))
-        };
-        format!(
-            "{} is read as mlx-lm's, because of `{sign}`.{unsaid} What differs from mlx-lm: {}.",
-            file.display(),
-            self.differences.join("; ")
-        )
-    }
 }

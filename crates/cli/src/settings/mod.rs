@@ -7,6 +7,7 @@ mod keys;
 mod mlx;
 mod objective;
 mod optimizer;
+mod programs;
 mod sources;
 mod unused;
 mod values;

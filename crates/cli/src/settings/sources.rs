@@ -83,10 +83,20 @@ pub fn datasets(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String
             match (key.as_str().unwrap_or_default(), value) {
                 (_, Value::Null) | ("ds_type", _) => {}
                 ("message_property_mappings", Value::Mapping(names))
-                    if names.iter().all(|(theirs, ours)| theirs == ours) => {}
+                    if names.iter().all(|(theirs, ours)| theirs == ours) || is_share_gpt(names) => {
+                }
+                // What is learned here, too.
+                ("roles_to_train", Value::Sequence(roles))
+                    if roles.iter().all(|role| role.as_str() == Some("assistant")) => {}
+                ("train_on_eos", Value::String(when)) if when == "turn" => {}
+                ("message_field_role", Value::String(key))
+                    if matches!(key.as_str(), "role" | "from") => {}
+                ("message_field_content", Value::String(key))
+                    if matches!(key.as_str(), "content" | "value") => {}
                 ("message_property_mappings", _) => {
                     return Err(format!(
-                        "{name}.message_property_mappings: is {}; messages have a role and a content",
+                        "{name}.message_property_mappings: is {}; messages have a role and a content, or ShareGPT's from \
+                         and value",
                         shown(value)
                     ));
                 }
@@ -102,9 +112,23 @@ pub fn datasets(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String
                 (key, _) => put(&mut source, own(name, key, NAMES)?, name, value)?,
             }
         }
+        // Whole texts, whatever else the records have.
+        if written.get("type").and_then(Value::as_str) == Some("completion") {
+            source.entry("text_column".into()).or_insert("text".into());
+        }
         Ok(source)
     })?;
     insert(keys, name, sources)
+}
+
+/// Whether the keys of messages are those of ShareGPT's, which are known.
+fn is_share_gpt(names: &Mapping) -> bool {
+    names.iter().all(|(ours, theirs)| {
+        matches!(
+            (ours.as_str(), theirs.as_str()),
+            (Some("role"), Some("from")) | (Some("content"), Some("value"))
+        )
+    })
 }
 
 /// The sources of a mapping, or of a list of them.
@@ -217,6 +241,15 @@ mod tests {
             (Some("en"), Some("body"))
         );
         assert_eq!((found[1].split.as_deref(), found[1].weight), (Some("train[:10%]"), None));
+        // What is the default there, and here; and whole texts of the column that it has there.
+        let found = read(
+            datasets,
+            "[{path: a, type: chat_template, roles_to_train: [assistant], train_on_eos: turn, \
+             message_property_mappings: {role: from, content: value}}, {path: b, type: completion}]",
+        )
+        .unwrap();
+        assert_eq!(found[0].messages_column, None);
+        assert_eq!(found[1].text_column.as_deref(), Some("text"));
     }
 
     #[test]
@@ -235,8 +268,8 @@ mod tests {
             (mlx, "{path: o/n, name: o/m}", "word: says o/n and o/m for the same thing"),
             (
                 datasets,
-                "[{path: a, message_property_mappings: {role: from}}]",
-                "word[0].message_property_mappings: is {role: from}; messages have a role",
+                "[{path: a, message_property_mappings: {role: speaker}}]",
+                "word[0].message_property_mappings: is {role: speaker}; messages have a role",
             ),
             (
                 datasets,

@@ -42,7 +42,6 @@ const REPORTS: &str =
 const DATA: &str = "data are given as `data`: a file, a folder, or the id of a data set on the hub";
 const LORA_KIND: &str = "only LoRA itself is supported; leave it out";
 const NOT_TRANSPOSED: &str = "no supported model stores its weights so; leave it out";
-const NOT_PACKED: &str = "validation data are not packed; leave it out, or false";
 const BITSANDBYTES: &str = "bitsandbytes' nf4 is meant here; `quantize` names the other formats";
 
 /// transformers' and axolotl's words for the schedule.
@@ -142,6 +141,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("truncation_mode", Neutral(EmptyOr(&["keep_start"]), "sequences keep their beginning")),
     ("dataloader_num_workers", Neutral(All, "")),
     ("dataloader_pin_memory", Neutral(All, "")),
+    ("dataset_num_proc", Neutral(All, "")),
     ("dataset_config", Key("data_config")),
     ("dataset_name", Key("data")),
     ("dataset_path", Key("data")),
@@ -159,7 +159,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("do_eval", Neutral(All, "")),
     ("do_train", Sets(train)),
     ("early_stopping_patience", Key("patience")),
-    ("eval_packing", Neutral(Off, NOT_PACKED)),
+    ("eval_packing", Neutral(All, "")),
     ("eval_steps", Key("eval_every")),
     ("eval_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
     ("evaluation_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
@@ -169,11 +169,16 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("gradient_checkpointing", Key("grad_checkpoint")),
     ("gradient_checkpointing_kwargs", Neutral(All, "")),
     ("group_by_length", Neutral(All, "")),
+    ("hub_model_id", Neutral(All, "")),
+    ("hub_private_repo", Neutral(All, "")),
+    ("hub_strategy", Neutral(All, "")),
     ("label_names", Neutral(Off, "it is not supported; see `loss_on`")),
     ("label_smoothing_factor", Neutral(Off, "label smoothing is not supported")),
     ("load_best_model_at_end", Key("keep_best")),
     ("load_in_4bit", Sets(|keys, name, value| bits(keys, name, value, "nf4"))),
     ("load_in_8bit", Sets(|keys, name, value| bits(keys, name, value, "int8"))),
+    ("log_level", Neutral(All, "")),
+    ("log_level_replica", Neutral(All, "")),
     ("logging_dir", Neutral(Off, "event files stand in tensorboard/ of the output folder")),
     ("logging_first_step", Neutral(Off, "reports are made every report_every steps")),
     ("logging_steps", Key("report_every")),
@@ -193,11 +198,10 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("num_train_epochs", Apart("epochs")),
     ("optim", Apart("optimizer")),
     ("output_dir", Key("output")),
-    (
-        "overwrite_output_dir",
-        Neutral(Off, "it is the flag --overwrite here, which a file cannot give"),
-    ),
-    ("per_device_eval_batch_size", Instead("evaluation takes batches of batch_size; leave it out")),
+    // A folder that holds a run is never overwritten without the flag.
+    ("overwrite_output_dir", Neutral(All, "")),
+    // How many are evaluated at once changes no result.
+    ("per_device_eval_batch_size", Neutral(All, "")),
     ("per_device_train_batch_size", Key("batch_size")),
     ("push_to_hub", Neutral(Off, "nothing is uploaded; leave it out, or false")),
     ("remove_unused_columns", Neutral(All, "")),
@@ -206,10 +210,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
         Neutral(Off, "it is the flag --resume here, which a file cannot give"),
     ),
     ("run_name", Neutral(All, "")),
-    (
-        "save_only_model",
-        Neutral(Off, "checkpoints hold what a resume needs; leave it out, or false"),
-    ),
+    ("save_only_model", Neutral(All, "")),
     (
         "save_safetensors",
         Neutral(EmptyOr(&["true"]), "files are safetensors; leave it out, or true"),
@@ -217,7 +218,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("save_steps", Key("save_every")),
     ("save_strategy", Sets(|keys, name, value| strategy(keys, name, value, "save_every"))),
     ("save_total_limit", Key("keep")),
-    ("tf32", Neutral(Off, "products of f32 are made in f32; bf16 is faster, see `dtype`")),
+    ("tf32", Neutral(All, "")),
     ("torch_compile", Neutral(All, "")),
     ("torch_dtype", Key("dtype")),
     (
@@ -254,12 +255,34 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("chat_template_jinja", Key("chat_template")),
     ("dataset_prepared_path", Neutral(All, "")),
     ("datasets", Sets(datasets)),
-    ("eval_sample_packing", Neutral(Off, NOT_PACKED)),
+    ("eval_batch_size", Neutral(All, "")),
+    ("eval_sample_packing", Neutral(All, "")),
+    (
+        "excess_length_strategy",
+        Neutral(EmptyOr(&["truncate"]), "what is longer than max_seq_length is cut"),
+    ),
     (
         "evals_per_epoch",
         Sets(|keys, name, value| per_epoch(keys, name, value, "eval_every", "evaluations")),
     ),
     ("flash_attention", Neutral(All, "")),
+    ("kto_desirable_weight", Key("desirable_weight")),
+    ("kto_undesirable_weight", Key("undesirable_weight")),
+    // Kernels that compute the same.
+    ("liger_fused_linear_cross_entropy", Neutral(All, "")),
+    ("liger_glu_activation", Neutral(All, "")),
+    ("liger_layer_norm", Neutral(All, "")),
+    ("liger_rms_norm", Neutral(All, "")),
+    ("liger_rope", Neutral(All, "")),
+    ("lora_mlp_kernel", Neutral(All, "")),
+    ("lora_o_kernel", Neutral(All, "")),
+    ("lora_qkv_kernel", Neutral(All, "")),
+    ("lora_model_dir", Key("init_adapter")),
+    // Runs end at infinite losses.
+    ("loss_watchdog_patience", Neutral(All, "")),
+    ("loss_watchdog_threshold", Neutral(All, "")),
+    ("orpo_alpha", Key("beta")),
+    ("peft_init_lora_weights", Key("init_lora_weights")),
     ("lora_fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
     ("lora_modules_to_save", Key("modules_to_save")),
     (
@@ -295,6 +318,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("wandb_name", Neutral(All, "")),
     ("xformers_attention", Neutral(All, "")),
     // LLaMA-Factory
+    ("adapter_name_or_path", Key("init_adapter")),
     ("cutoff_len", Key("max_seq_length")),
     ("dataset", Neutral(Off, DATA)),
     ("finetuning_type", Key("fine_tune_type")),
@@ -319,6 +343,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
              first, a file has to be cut before",
         ),
     ),
+    (
+        "neat_packing",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => keys.insert("packing", name, true.into()),
+            false => Ok(()),
+        }),
+    ),
     ("overwrite_cache", Neutral(All, "")),
     ("plot_loss", Key("plot")),
     ("kto_chosen_weight", Key("desirable_weight")),
@@ -336,13 +367,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("quantization_method", Neutral(EmptyOr(&["bitsandbytes", "bnb"]), BITSANDBYTES)),
     ("quantization_type", Neutral(EmptyOr(&["nf4"]), BITSANDBYTES)),
     ("stage", Sets(objective)),
-    (
-        "template",
-        Instead(
-            "conversations go through the model's own chat template, or the one of `chat_template`; leave it out if \
-             that is the same",
-        ),
-    ),
+    // Told of a file of LLaMA-Factory's.
+    ("template", Neutral(All, "")),
     ("train_on_prompt", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
     ("val_size", Sets(held_out)),
 ];
@@ -847,7 +873,7 @@ mod tests {
             ("max_steps", "-1", "many"),
             ("train", "true", "false"),
             ("model_type", "LlamaForCausalLM", "AutoModelForSequenceClassification"),
-            ("eval_sample_packing", "false", "true"),
+            ("excess_length_strategy", "truncate", "raise"),
             ("lora_fan_in_fan_out", "false", "true"),
             ("bnb_4bit_quant_type", "nf4", "fp4"),
             ("quantization_method", "bnb", "gptq"),
@@ -865,10 +891,8 @@ mod tests {
         assert_eq!(check("special_tokens", "{pad_token: <pad>, eos_token: null}"), Ok(0));
         let error = check("special_tokens", "{eos_token: <end>}").unwrap_err();
         assert!(error.starts_with("special_tokens.eos_token: is <end>; "), "{error}");
-        for word in ["template", "max_samples"] {
-            assert_eq!(check(word, "null"), Ok(0));
-            assert!(check(word, "3").unwrap_err().starts_with(&format!("{word}: ")));
-        }
+        assert_eq!(check("max_samples", "null"), Ok(0));
+        assert!(check("max_samples", "3").unwrap_err().starts_with("max_samples: "));
         let error =
             check("target_parameters", &format!("[{}]", vec!["w"; 1000].join(", "))).unwrap_err();
         assert!(error.chars().count() < 250, "{error}");
