@@ -33,6 +33,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
 /// # Errors
 /// A 400 that names the field.
 pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    // A list would be read as the fields in the order in which they are declared.
+    if bytes.trim_ascii_start().starts_with(b"[") {
+        return Err(ApiError::invalid("the body is a list, expected an object of JSON"));
+    }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let read = serde_path_to_error::deserialize(&mut reader);
     let value = read.map_err(|error| {
@@ -42,8 +46,11 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
         if !inner.is_data() {
             return ApiError::invalid(format!("the body is not JSON: {what}"));
         }
-        match path.as_str() {
-            "." => ApiError::invalid(what),
+        let missing = what.strip_prefix("missing field `").and_then(|rest| rest.split_once('`'));
+        match (path.as_str(), missing) {
+            (".", Some((name, _))) => ApiError::field(name, "is missing"),
+            (_, Some((name, _))) => ApiError::field(format!("{path}.{name}"), "is missing"),
+            (".", None) => ApiError::invalid(what),
             _ => ApiError::field(path, what),
         }
     })?;
@@ -87,6 +94,10 @@ mod tests {
         assert!(error.message.contains("expected u32"), "{}", error.message);
         let error = wrong(r#"{"x": [], "y": 1}"#);
         assert!(error.message.contains("`y`"), "{}", error.message);
+        let error = wrong("{}");
+        assert_eq!(error.param.as_deref(), Some("x"));
+        assert!(error.message.contains("is missing"), "{}", error.message);
+        assert!(wrong("[[1]]").message.contains("is a list, expected an object"));
         for text in ["", "{", "{\"x\": []} x", "\u{0}"] {
             assert!(wrong(text).message.starts_with("the body is not JSON"), "{text}");
         }

@@ -1,7 +1,7 @@
 //! Answers of `/v1/messages`, whole and as events.
 
 use super::Failure;
-use crate::conversation::{Reason, Reply, Whole};
+use crate::conversation::{Reason, Reply};
 use crate::error::{ApiError, Result};
 use crate::tools::{Call, Part};
 use crate::writing::{Gone, Out, Texts, Written};
@@ -79,14 +79,14 @@ fn call_block(call: &Call) -> Value {
 /// # Errors
 /// When it cannot be written to its end.
 pub async fn whole(mut texts: Texts, mut reply: Reply, head: Head) -> Result<Response> {
-    let mut whole = Whole::default();
+    let mut parts = Vec::new();
     let mut message = head.message(Vec::new());
     while let Some((_, written)) = texts.next().await? {
         match written {
             Written::Prompt(_) => {}
-            Written::Piece(piece) => whole.add(reply.take(piece)?.0),
+            Written::Piece(piece) => join(&mut parts, reply.take(piece)?.0),
             Written::Finished(finished) => {
-                whole.add(reply.finish());
+                join(&mut parts, reply.finish());
                 let (reason, sequence) = head.stop(&reply, &finished);
                 message["stop_reason"] = reason.into();
                 message["stop_sequence"] = sequence.into();
@@ -94,16 +94,32 @@ pub async fn whole(mut texts: Texts, mut reply: Reply, head: Head) -> Result<Res
             }
         }
     }
-    let mut content = Vec::new();
-    if !whole.reasoning.is_empty() {
-        content.push(json!({"type": "thinking", "thinking": whole.reasoning, "signature": ""}));
+    let is_answer = |part: &Part| !matches!(part, Part::Reasoning(_));
+    if !parts.iter().any(is_answer) {
+        parts.push(Part::Text(String::new()));
     }
-    if !whole.text.is_empty() || whole.calls.is_empty() {
-        content.push(json!({"type": "text", "text": whole.text}));
-    }
-    content.extend(whole.calls.iter().map(call_block));
+    let content: Vec<Value> = parts
+        .iter()
+        .map(|part| match part {
+            Part::Reasoning(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
+            Part::Text(text) => json!({"type": "text", "text": text}),
+            Part::Call(call) => call_block(call),
+        })
+        .collect();
     message["content"] = content.into();
     Ok(Json(message).into_response())
+}
+
+/// Adds parts in their order; those of one kind that follow each other are one.
+fn join(parts: &mut Vec<Part>, more: Vec<Part>) {
+    for part in more {
+        match (parts.last_mut(), part) {
+            (Some(Part::Text(text)), Part::Text(more))
+            | (Some(Part::Reasoning(text)), Part::Reasoning(more)) => text.push_str(&more),
+            (_, Part::Text(text) | Part::Reasoning(text)) if text.is_empty() => {}
+            (_, part) => parts.push(part),
+        }
+    }
 }
 
 /// The block of a stream that is open.

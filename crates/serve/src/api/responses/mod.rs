@@ -245,7 +245,10 @@ impl ResponseRequest {
 
     /// What answers repeat of the request.
     fn asked(&self) -> Value {
-        let format = self.text.as_ref().and_then(|text| text.format.clone());
+        let mut format = self.text.as_ref().and_then(|text| text.format.clone());
+        if let Some(format) = &mut format {
+            format.retain(|_, value| !value.is_null());
+        }
         json!({
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -296,7 +299,7 @@ impl ResponseRequest {
                 conversation.extend(input::joined(&items));
             }
         }
-        let format = self.text.and_then(|text| text.format).map(nested);
+        let format = self.text.and_then(|text| text.format).map(nested).transpose()?;
         Ok(Conversation {
             messages: conversation,
             field: INPUT,
@@ -316,13 +319,18 @@ impl ResponseRequest {
     }
 }
 
-/// A format as `/v1/chat/completions` has it: with an object of its own for a schema.
-fn nested(mut format: Map<String, Value>) -> Value {
+/// A format as `/v1/chat/completions` has it: with an object of its own for a schema, which answers repeat.
+fn nested(mut format: Map<String, Value>) -> Result<Value> {
     if format.get("type").and_then(Value::as_str) != Some("json_schema") {
-        return Value::Object(format);
+        return Ok(Value::Object(format));
+    }
+    for key in ["name", "schema"] {
+        if format.get(key).is_none_or(Value::is_null) {
+            return Err(ApiError::field(format!("{FORMAT}.{key}"), "is missing"));
+        }
     }
     format.shift_remove("type");
-    json!({"type": "json_schema", "json_schema": format})
+    Ok(json!({"type": "json_schema", "json_schema": format}))
 }
 
 fn tool((index, field): (usize, ToolField)) -> Result<Tool> {
