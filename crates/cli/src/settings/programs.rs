@@ -258,7 +258,7 @@ impl Unsaid {
             "what is longer than max_seq_length is cut, where axolotl leaves conversations out and divides texts",
         );
         if !given.has("warmup_steps") {
-            self.differs("the warm-up has no most of 100 steps");
+            self.differs("the warm-up isn't limited to 100 steps");
         }
         if !is_full && !given.has("target_modules") {
             self.differs(TARGETS);
