@@ -985,6 +985,19 @@ fn modules_that_peft_saves_whole_get_no_update() {
 }
 
 #[test]
+fn starts_that_take_nothing_from_the_base_leave_a_finished_adapter_as_it_is() {
+    let model = load("llama");
+    let (path, expected) = method("llama", "dora");
+    for start in ["orthogonal", "mica", "eva", "gaussian"] {
+        let config = |json: &mut Value| json["init_lora_weights"] = start.into();
+        let changed = changed_adapter(&path, config, |_| ());
+        let adapter = load_adapter(&model, changed.path());
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
+        assert_close(start, &found, &expected["logits"], tolerance("dora"));
+    }
+}
+
+#[test]
 fn a_file_is_compared_with_its_configuration_before_anything_is_computed() {
     // Whatever a weight is asked for is an error of this model.
     let model = Model::load(folder("llama"), DType::F32, &device()).unwrap().without_weights();

@@ -182,6 +182,9 @@ fn start(value: &Value) -> Result<StartFrom, String> {
     match value {
         // Only a start that was taken from the weights matters to a finished adapter.
         Value::Null | Value::Bool(_) => Ok(StartFrom::Kaiming),
+        Value::String(word) if matches!(word.as_str(), "orthogonal" | "mica") => {
+            Ok(StartFrom::Kaiming)
+        }
         Value::String(word) => match StartFrom::parse(word) {
             Some(StartFrom::PissaIterations(_)) => Err(format!(
                 "{EXPECTED}; what it took from the weights was drawn at random and isn't in the file, but PEFT's \
