@@ -392,6 +392,9 @@ mod tests {
             notice.contains("template: qwen3") && notice.contains("see each other"),
             "{notice}"
         );
+        assert!(read("template: qwen3", "{}").1.contains("because of `template`"));
+        let error = with_flags("rank: 4", "template: qwen3").unwrap_err();
+        assert!(error.contains("--template: is qwen3, but"), "{error}");
         // What stands in any of their files leaves ours as they are.
         assert_eq!(read("lora_alpha: 8\nnum_train_epochs: 2", "{}").1, "");
     }

@@ -5,7 +5,7 @@
 //! The values are those of TRL 1.5's `SFTConfig`, `DPOConfig` and `ModelConfig`, transformers 5.24's `TrainingArguments`,
 //! axolotl's schemas and LLaMA-Factory's `hparams`; for mlx-lm's see [`mlx`].
 
-use super::keys::{is_full, is_same, same, shown};
+use super::keys::{is_same, same, shown};
 use super::{Settings, mlx};
 use serde_yaml_ng::{Mapping, Value};
 use std::path::Path;
@@ -35,6 +35,7 @@ const OWN: &[(Program, &[&str])] = &[
             "preprocessing_num_workers",
             "quantization_bit",
             "stage",
+            "template",
         ],
     ),
     (
@@ -106,13 +107,13 @@ pub fn sign(written: &Mapping) -> Option<(Program, &'static str)> {
 }
 
 /// What is known of a file and of the flags beside it.
-pub struct Given<'a> {
+struct Given<'a> {
     /// The file's keys as they stand there.
-    pub written: &'a Mapping,
-    pub said: &'a Mapping,
-    pub flags: &'a Mapping,
-    /// Whether the file says that there is an adapter, of a kind that is said elsewhere.
-    pub has_adapter: bool,
+    written: &'a Mapping,
+    said: &'a Mapping,
+    flags: &'a Mapping,
+    /// Whether it is said that there is an adapter, of a kind that is said elsewhere.
+    has_adapter: bool,
 }
 
 impl Given<'_> {
@@ -139,7 +140,7 @@ impl Given<'_> {
         self.written.get(key).and_then(Value::as_bool) == Some(value)
     }
 
-    /// Whether nothing is said of an adapter, which these programs take for full fine-tuning.
+    /// Whether nothing is said of an adapter.
     fn has_no_adapter(&self) -> bool {
         let is_said = |key: &&str| self.has(key);
         !self.has_adapter && !self.has("fine_tune_type") && !OF_ADAPTERS.iter().any(is_said)
@@ -155,46 +156,6 @@ impl Program {
             Self::Trl => "TRL",
         }
     }
-
-    /// What is left unsaid by a file and by flags.
-    fn unsaid(self, given: &Given) -> Unsaid {
-        let mut found = Unsaid { defaults: Mapping::new(), differences: Vec::new() };
-        let is_sft = !given.has("objective") || given.is("objective", "sft");
-        let no_adapter = given.has_no_adapter();
-        if no_adapter && self != Self::LlamaFactory {
-            found.default(given, "fine_tune_type", "full".into());
-        }
-        let is_full = if given.has("fine_tune_type") {
-            is_full(given.flags)
-                || (!given.flags.contains_key("fine_tune_type") && is_full(given.said))
-        } else {
-            no_adapter && self != Self::LlamaFactory
-        };
-        found.default(given, "weight_decay", 0.0.into());
-        if self != Self::Axolotl {
-            let rate = match (self, is_sft) {
-                (Self::LlamaFactory, _) => 5e-5,
-                (_, true) => 2e-5,
-                (_, false) => 1e-6,
-            };
-            for (key, value) in [
-                ("learning_rate", Value::from(rate)),
-                ("schedule", "linear".into()),
-                ("warmup_steps", 0.into()),
-                ("epochs", 3.into()),
-                ("batch_size", 8.into()),
-            ] {
-                found.default(given, key, value);
-            }
-        }
-        match self {
-            Self::Mlx => {}
-            Self::LlamaFactory => found.of_llama_factory(given, is_full),
-            Self::Axolotl => found.of_axolotl(given, is_full),
-            Self::Trl => found.of_trl(given, is_full, is_sft),
-        }
-        found
-    }
 }
 
 /// What is left unsaid by a file of `program`, which says `said`, and by flags. Of mlx-lm's, batches become steps.
@@ -205,10 +166,15 @@ pub fn unsaid(
     said: &mut Mapping,
     flags: &Mapping,
 ) -> Unsaid {
+    let given = &Given { written, said, flags, has_adapter };
+    let mut found = Unsaid { defaults: Mapping::new(), differences: Vec::new() };
     match program {
-        Program::Mlx => mlx::unsaid(said, flags),
-        _ => program.unsaid(&Given { written, said, flags, has_adapter }),
+        Program::Mlx => return mlx::unsaid(said, flags),
+        Program::LlamaFactory => found.of_llama_factory(given),
+        Program::Axolotl => found.of_axolotl(given),
+        Program::Trl => found.of_trl(given),
     }
+    found
 }
 
 impl Unsaid {
@@ -222,7 +188,32 @@ impl Unsaid {
         self.differences.push(how.into());
     }
 
-    fn of_llama_factory(&mut self, given: &Given, is_full: bool) {
+    /// What all three have; whether every weight is trained, as where nothing is said of an adapter `without_one`.
+    fn of_all(&mut self, given: &Given, without_one: bool) -> bool {
+        let trains_all = without_one && given.has_no_adapter();
+        if trains_all {
+            self.default(given, "fine_tune_type", "full".into());
+        }
+        self.default(given, "weight_decay", 0.0.into());
+        trains_all || given.is("fine_tune_type", "full")
+    }
+
+    /// transformers' values, but for this learning rate.
+    fn of_transformers(&mut self, given: &Given, rate: f64) {
+        for (key, value) in [
+            ("learning_rate", Value::from(rate)),
+            ("schedule", "linear".into()),
+            ("warmup_steps", 0.into()),
+            ("epochs", 3.into()),
+            ("batch_size", 8.into()),
+        ] {
+            self.default(given, key, value);
+        }
+    }
+
+    fn of_llama_factory(&mut self, given: &Given) {
+        let is_full = self.of_all(given, false);
+        self.of_transformers(given, 5e-5);
         if !is_full {
             self.default(given, "rank", 8.into());
         }
@@ -245,7 +236,8 @@ impl Unsaid {
         }
     }
 
-    fn of_axolotl(&mut self, given: &Given, is_full: bool) {
+    fn of_axolotl(&mut self, given: &Given) {
+        let is_full = self.of_all(given, true);
         self.default(given, "max_seq_length", 512.into());
         self.default(given, "batch_size", 1.into());
         let is_half = ["bf16", "fp16", "float16", "bfloat16"]
@@ -271,7 +263,10 @@ impl Unsaid {
         }
     }
 
-    fn of_trl(&mut self, given: &Given, is_full: bool, is_sft: bool) {
+    fn of_trl(&mut self, given: &Given) {
+        let is_full = self.of_all(given, true);
+        let is_sft = !given.has("objective") || given.is("objective", "sft");
+        self.of_transformers(given, if is_sft { 2e-5 } else { 1e-6 });
         self.default(given, "max_seq_length", 1024.into());
         if !is_full {
             if !given.has("scale") {

@@ -141,9 +141,9 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("truncation_mode", Neutral(EmptyOr(&["keep_start"]), "sequences keep their beginning")),
     ("dataloader_num_workers", Neutral(All, "")),
     ("dataloader_pin_memory", Neutral(All, "")),
-    ("dataset_num_proc", Neutral(All, "")),
     ("dataset_config", Key("data_config")),
     ("dataset_name", Key("data")),
+    ("dataset_num_proc", Neutral(All, "")),
     ("dataset_path", Key("data")),
     (
         "dataset_test_split",
@@ -268,23 +268,18 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("flash_attention", Neutral(All, "")),
     ("kto_desirable_weight", Key("desirable_weight")),
     ("kto_undesirable_weight", Key("undesirable_weight")),
-    // Kernels that compute the same.
+    // Liger's kernels, and axolotl's below, compute the same.
     ("liger_fused_linear_cross_entropy", Neutral(All, "")),
     ("liger_glu_activation", Neutral(All, "")),
     ("liger_layer_norm", Neutral(All, "")),
     ("liger_rms_norm", Neutral(All, "")),
     ("liger_rope", Neutral(All, "")),
+    ("lora_fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
     ("lora_mlp_kernel", Neutral(All, "")),
+    ("lora_model_dir", Key("init_adapter")),
+    ("lora_modules_to_save", Key("modules_to_save")),
     ("lora_o_kernel", Neutral(All, "")),
     ("lora_qkv_kernel", Neutral(All, "")),
-    ("lora_model_dir", Key("init_adapter")),
-    // Runs end at infinite losses.
-    ("loss_watchdog_patience", Neutral(All, "")),
-    ("loss_watchdog_threshold", Neutral(All, "")),
-    ("orpo_alpha", Key("beta")),
-    ("peft_init_lora_weights", Key("init_lora_weights")),
-    ("lora_fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
-    ("lora_modules_to_save", Key("modules_to_save")),
     (
         "lora_target_linear",
         Sets(|keys, name, value| match boolean(name, value)? {
@@ -292,12 +287,17 @@ pub const WORDS: &[(&str, Meaning)] = &[
             false => Ok(()),
         }),
     ),
+    // Runs end at infinite losses.
+    ("loss_watchdog_patience", Neutral(All, "")),
+    ("loss_watchdog_threshold", Neutral(All, "")),
     ("lr_scheduler", Sets(schedule)),
     ("micro_batch_size", Key("batch_size")),
     ("model_type", Sets(model_type)),
     ("num_epochs", Apart("epochs")),
+    ("orpo_alpha", Key("beta")),
     // Padding is never learned, nor attended to.
     ("pad_to_sequence_len", Neutral(All, "")),
+    ("peft_init_lora_weights", Key("init_lora_weights")),
     ("peft_use_dora", Sets(dora)),
     ("rl", Sets(objective)),
     ("rl_beta", Key("beta")),
@@ -367,8 +367,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("quantization_method", Neutral(EmptyOr(&["bitsandbytes", "bnb"]), BITSANDBYTES)),
     ("quantization_type", Neutral(EmptyOr(&["nf4"]), BITSANDBYTES)),
     ("stage", Sets(objective)),
-    // Told of a file of LLaMA-Factory's.
-    ("template", Neutral(All, "")),
+    ("template", Sets(template)),
     ("train_on_prompt", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
     ("val_size", Sets(held_out)),
 ];
@@ -441,6 +440,18 @@ fn half(keys: &mut Keys, name: &str, value: &Value, dtype: &str) -> Result<(), S
 fn bits(keys: &mut Keys, name: &str, value: &Value, format: &str) -> Result<(), String> {
     match boolean(name, value)? {
         true => keys.insert("quantize", name, format.into()),
+        false => Ok(()),
+    }
+}
+
+/// LLaMA-Factory's name of a chat template, of which its files are told that it isn't read. A flag is refused.
+fn template(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match name.starts_with("--") {
+        true => Err(format!(
+            "{name}: is {}, but conversations go through the model's own chat template, or the one of `chat_template`; leave \
+             it out if that is the same",
+            shown(value)
+        )),
         false => Ok(()),
     }
 }
@@ -891,6 +902,7 @@ mod tests {
         assert_eq!(check("special_tokens", "{pad_token: <pad>, eos_token: null}"), Ok(0));
         let error = check("special_tokens", "{eos_token: <end>}").unwrap_err();
         assert!(error.starts_with("special_tokens.eos_token: is <end>; "), "{error}");
+        assert_eq!(check("template", "qwen"), Ok(0));
         assert_eq!(check("max_samples", "null"), Ok(0));
         assert!(check("max_samples", "3").unwrap_err().starts_with("max_samples: "));
         let error =

@@ -193,10 +193,10 @@ impl Mpi {
 
     /// Whether rank 0 has said that it is busy; takes all that it has said of it.
     fn hears_busy(&self) -> Result<bool> {
-        let mut heard = false;
         if self.rank == 0 {
-            return Ok(heard);
+            return Ok(false);
         }
+        let mut heard = false;
         loop {
             let mut is_there = 0;
             let world = self.world.as_raw();

@@ -4,6 +4,7 @@ use super::message::Message;
 use super::template::{ChatTemplate, RenderOptions};
 use serde_json::{Value, json};
 use std::borrow::Cow;
+use std::sync::PoisonError;
 
 /// The role of instructions that newer conversations have in place of `system`.
 const DEVELOPER: &str = "developer";
@@ -19,7 +20,6 @@ impl ChatTemplate {
             return Cow::Borrowed(messages);
         }
         let knows_developer = self.mentions(DEVELOPER);
-        let mut known: Vec<(String, bool)> = Vec::new();
         let fitted = messages.iter().map(|message| {
             let mut message = message.clone();
             if is_developer(&message) && !knows_developer {
@@ -28,24 +28,29 @@ impl ChatTemplate {
             if !has_parts(&message) {
                 return message;
             }
-            let role = message.role();
-            let found = known.iter().find(|(known, _)| known == role).map(|(_, writes)| *writes);
-            let writes = found.unwrap_or_else(|| {
-                let writes = self.writes_parts(role);
-                known.push((role.to_string(), writes));
-                writes
-            });
             match message.text() {
-                Some(text) if !writes => message.with("content", Value::from(text)),
+                Some(text) if !self.writes_parts(message.role()) => {
+                    message.with("content", Value::from(text))
+                }
                 _ => message,
             }
         });
         Cow::Owned(fitted.collect())
     }
 
-    /// Whether every part of a content that is a list is written, in messages of this role: tried with two parts, of which a
-    /// template may fail, print the list as it is, or leave out one.
+    /// Whether every part of a content that is a list is written, in messages of this role. It is tried once.
     fn writes_parts(&self, role: &str) -> bool {
+        let mut known = self.writes_parts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, writes)) = known.iter().find(|(known, _)| known == role) {
+            return *writes;
+        }
+        let writes = self.writes_two_parts(role);
+        known.push((role.to_string(), writes));
+        writes
+    }
+
+    /// Tries it with two parts, of which a template may fail, print the list as it is, or leave out one.
+    fn writes_two_parts(&self, role: &str) -> bool {
         const PARTS: [&str; 2] = ["qfirstq", "qsecondq"];
         let parts = PARTS.map(|text| json!({"type": "text", "text": text}));
         let message = Message::new(role, "").with("content", Value::from(parts.to_vec()));

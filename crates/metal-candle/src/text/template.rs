@@ -8,7 +8,7 @@
 
 use std::fmt::Write as _;
 use std::ops::Range;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex};
 
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
@@ -64,6 +64,8 @@ pub struct ChatTemplate {
     pub(super) special_tokens: Vec<String>,
     /// The texts of the tokens that end a generation.
     pub(super) end_tokens: Vec<String>,
+    /// By roles, whether a template writes contents that are lists of parts, as far as it was tried.
+    pub(super) writes_parts: Mutex<Vec<(String, bool)>>,
 }
 
 /// One template. A parse error is kept and given when it is first used, so that a folder whose template this engine
@@ -150,7 +152,8 @@ impl ChatTemplate {
             })
             .collect();
         let fingerprint = hash.finish();
-        Self { templates, fingerprint, special_variables, special_tokens, end_tokens }
+        let writes_parts = Mutex::default();
+        Self { templates, fingerprint, special_variables, special_tokens, end_tokens, writes_parts }
     }
 
     /// A hash of the templates' texts and of what they are told about special tokens (XXH3).
