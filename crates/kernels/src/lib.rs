@@ -22,6 +22,7 @@
 //! | [`rope`] | rotary position embedding |
 //! | [`attention`] | causal attention with grouped heads, windows, packed rows and paged caches |
 //! | [`glu`] | gated units: SiLU, GELU |
+//! | [`experts`] | which experts a token has, and the sum of what they give |
 //! | [`embedding`] | rows of a table |
 //! | [`arithmetic`] | sums and multiples of tensors |
 //! | [`copy`] | copies in another dtype, into a part of a tensor and into its rows |
@@ -56,6 +57,7 @@ pub mod dora;
 pub mod embedding;
 #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
 pub mod emulation;
+pub mod experts;
 pub mod flat;
 pub mod glu;
 pub mod host;

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use metal_candle_kernels::glu::{self, Activation};
 use metal_candle_kernels::layer_norm::{self, Needs};
 use metal_candle_kernels::{
-    cross_entropy, dora, embedding, emulation, rms_norm, rope, sampling, softmax,
+    cross_entropy, dora, embedding, emulation, experts, rms_norm, rope, sampling, softmax,
 };
 use metal_emulator::{Buffers, Dispatch, Element, Error, Library, Source, for_every_mode};
 use std::sync::OnceLock;
@@ -822,6 +822,65 @@ fn tokens<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
 #[ignore = "needs clang"]
 fn embedding_is_right_in_every_mode_and_order() -> Result<(), Error> {
     for_every_mode(library(), |library, seed| for_every_dtype!(tokens, library, seed))
+}
+
+/// The last place is none of the rows, in a token of its own.
+fn sums_of_experts<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
+    let (places, active) = ([3u32, 0, 5, 2, 4, 1, 6, 7], 2);
+    let (rows, tokens) = (6, places.len() / active);
+    for (columns, threads) in [6, 150, 1].into_iter().zip(THREADS) {
+        let (y, dout) = (random::<T>(rows * columns, 1), random::<T>(tokens * columns, 2));
+        let weights = random::<f32>(places.len(), 3);
+        let found = start::<T>(library, "experts_combine", seed)?
+            .buffer(0, &y)
+            .buffer(1, &weights)
+            .buffer(2, &places)
+            .output::<T>(3, tokens * columns)
+            .value(4, rows as u32)
+            .value(5, columns as u32)
+            .value(6, active as u32)
+            .threadgroups(stretches(columns, tokens, threads), [threads, 1, 1])?;
+        // Of those with all of their places.
+        let (known, choices) = (tokens - 1, rows);
+        let of_places = Tensor::from_slice(&places[..choices], (known, active), &Device::Cpu);
+        let of_places = of_places.unwrap();
+        let (y64, weights64) =
+            (tensor(&y, &[rows, columns]), tensor(&weights[..choices], &[known, active]));
+        let dout64 = tensor(&dout[..known * columns], &[known, columns]);
+        let expected = experts::combine(&y64, &weights64, &of_places).unwrap();
+        let all: Vec<T> = found.read(3)?;
+        let (sums, outside) = all.split_at(known * columns);
+        let sums = tensor(sums, &[known, columns]);
+        let apart = (sums - &expected).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(apart.to_scalar::<f64>().unwrap() < 4.0 * T::TOLERANCE, "sums of experts");
+        assert!(outside.iter().all(|value| value.to().is_nan()));
+
+        let found = start::<T>(library, "experts_backward", seed)?
+            .buffer(0, &y)
+            .buffer(1, &weights)
+            .buffer(2, &places)
+            .buffer(3, &dout)
+            .output::<T>(4, rows * columns)
+            .output::<f32>(5, places.len())
+            .value(6, rows as u32)
+            .value(7, columns as u32)
+            .value(8, active as u32)
+            .threadgroups([places.len() as u32, 1, 1], [threads, 1, 1])?;
+        let expected = experts::combine_backward(&y64, &weights64, &of_places, &dout64).unwrap();
+        assert_near::<T>(&found, 4, &expected.dy, "experts' dy");
+        let found: Vec<f32> = found.read(5)?;
+        for (found, expected) in found.iter().zip(values(&expected.dweights)) {
+            assert!((f64::from(*found) - expected).abs() < 1e-4, "{found}, expected {expected}");
+        }
+        assert!(found[choices..].iter().all(|value| value.is_nan()));
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs clang"]
+fn sums_of_experts_are_right_in_every_mode_and_order() -> Result<(), Error> {
+    for_every_mode(library(), |library, seed| for_every_dtype!(sums_of_experts, library, seed))
 }
 
 #[test]

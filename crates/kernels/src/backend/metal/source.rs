@@ -2,7 +2,7 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 26] = [
+const SOURCES: [&str; 27] = [
     include_str!("kernel.metal"),
     // What products read of matrices in fewer bits.
     include_str!("../../quantized/kernel.metal"),
@@ -19,6 +19,7 @@ const SOURCES: [&str; 26] = [
     include_str!("../../cross_entropy/kernel.metal"),
     include_str!("../../dora/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
+    include_str!("../../experts/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),
     include_str!("../../lion/kernel.metal"),

@@ -1,0 +1,223 @@
+use super::*;
+use crate::testing::*;
+
+/// Of 5 tokens 2 of 4 experts each.
+fn logits() -> Tensor {
+    let rows = [
+        [0.5, 2.0, -1.0, 1.5],
+        [1.0, 1.0, 1.0, 1.0],
+        [-3.0, 0.0, 4.0, 3.5],
+        [0.1, -0.2, 0.3, 0.0],
+        [9.0, -9.0, 8.0, 0.0],
+    ];
+    Tensor::new(&rows, &Device::Cpu).unwrap()
+}
+
+fn places<const N: usize>(numbers: &[[u32; 2]; N]) -> Tensor {
+    Tensor::new(numbers, &Device::Cpu).unwrap()
+}
+
+const PLACES: [[u32; 2]; 5] = [[3, 0], [7, 2], [9, 1], [4, 8], [6, 5]];
+
+#[test]
+fn the_largest_are_chosen_and_the_first_of_equals() {
+    for normalized in [true, false] {
+        let routes = Routes::new(&logits(), 2, normalized).unwrap();
+        assert_eq!(routes.chosen, [1, 3, 0, 1, 2, 3, 2, 0, 0, 2]);
+        let weights = values(&routes.weights(DType::F64, &Device::Cpu).unwrap());
+        for (token, logits) in logits().to_vec2::<f64>().unwrap().iter().enumerate() {
+            let chosen = &routes.chosen[2 * token..][..2];
+            let of = |experts: &[usize]| experts.iter().map(|it| logits[*it].exp()).sum::<f64>();
+            let sum = if normalized { of(chosen) } else { of(&[0, 1, 2, 3]) };
+            for (found, expert) in weights[2 * token..].iter().zip(chosen) {
+                assert!((found - of(&[*expert]) / sum).abs() < 1e-14);
+            }
+        }
+    }
+    let all = Routes::new(&logits(), 4, true).unwrap();
+    assert_eq!(all.chosen[..8], [1, 3, 0, 2, 0, 1, 2, 3]);
+    let single = logits().to_dtype(DType::F32).unwrap();
+    let routes = Routes::new(&strided(&single), 2, true).unwrap();
+    assert_eq!(routes.weights(DType::BF16, &Device::Cpu).unwrap().dtype(), DType::F32);
+    assert_eq!(routes.chosen, Routes::new(&logits(), 2, true).unwrap().chosen);
+}
+
+#[test]
+fn rows_lie_by_expert_and_in_the_order_of_tokens() {
+    let routes = Routes::new(&logits(), 2, true).unwrap();
+    let Dispatch { tokens, places, experts } = routes.dispatch();
+    assert_eq!(experts, [(0, 3), (1, 2), (2, 3), (3, 2)]);
+    assert_eq!(tokens, [1, 3, 4, 0, 1, 2, 3, 4, 0, 2]);
+    assert_eq!(places, [3, 8, 0, 4, 5, 9, 6, 1, 2, 7]);
+    let one = Routes::new(&logits().narrow(0, 4, 1).unwrap(), 1, true).unwrap().dispatch();
+    assert_eq!(one, Dispatch { tokens: vec![0], places: vec![0], experts: vec![(0, 1)] });
+    let none = Routes::new(&logits().narrow(0, 0, 0).unwrap(), 2, true).unwrap();
+    assert_eq!((none.tokens(), none.dispatch().experts), (0, Vec::new()));
+}
+
+#[test]
+fn the_gradient_of_logits_matches_finite_differences() {
+    // Far from where another expert is chosen.
+    let logits = (random(&[7, 5], 1) * 3.0).unwrap();
+    let dweights = random(&[7, 2], 2);
+    for normalized in [true, false] {
+        let weights =
+            |logits: &Tensor| Routes::new(logits, 2, normalized)?.weights(DType::F64, &Device::Cpu);
+        let routes = Routes::new(&logits, 2, normalized).unwrap();
+        let dlogits = routes.backward(&dweights).unwrap();
+        assert_gradient(&logits, &dlogits, |it| inner_product(&weights(it)?, &dweights));
+        let single = routes.backward(&dweights.to_dtype(DType::F32).unwrap()).unwrap();
+        assert_eq!(single.dtype(), DType::F32);
+        assert_close(&single, &dlogits, 1e-6);
+    }
+}
+
+#[test]
+fn sums_match_their_definition_in_every_dtype() {
+    let (y, weights) = (random(&[10, 33], 1), random(&[5, 2], 2));
+    let rows = y.to_vec2::<f64>().unwrap();
+    let of = |weights: &Tensor| {
+        let weights = weights.to_vec2::<f64>().unwrap();
+        let sum = |token: usize, column: usize| {
+            let choices = weights[token].iter().zip(PLACES[token]);
+            choices.map(|(w, place)| w * rows[place as usize][column]).sum::<f64>()
+        };
+        let sums = (0..5).flat_map(|token| (0..33).map(move |column| (token, column)));
+        let sums = sums.map(|(token, column)| sum(token, column)).collect::<Vec<_>>();
+        Tensor::from_vec(sums, (5, 33), &Device::Cpu).unwrap()
+    };
+    let found = combine(&y, &weights, &places(&PLACES)).unwrap();
+    assert_close(&found, &of(&weights), 1e-14);
+    for (dtype, tolerance) in PRECISIONS {
+        let (low, single) = (y.to_dtype(dtype).unwrap(), weights.to_dtype(DType::F32).unwrap());
+        let exact =
+            combine(&rounded(&y, dtype), &rounded(&weights, DType::F32), &places(&PLACES)).unwrap();
+        let found = combine(&strided(&low), &strided(&single), &strided(&places(&PLACES))).unwrap();
+        assert_eq!(found.dtype(), dtype);
+        assert_close(&found, &exact, tolerance);
+    }
+}
+
+#[test]
+fn gradients_of_sums_match_finite_differences() {
+    for columns in [1, 7, 33] {
+        let (y, weights) = (random(&[10, columns], 1), random(&[5, 2], 2));
+        let dout = random(&[5, columns], 3);
+        let places = places(&PLACES);
+        let Gradients { dy, dweights } = combine_backward(&y, &weights, &places, &dout).unwrap();
+        let loss =
+            |y: &Tensor, weights: &Tensor| inner_product(&combine(y, weights, &places)?, &dout);
+        assert_gradient(&y, &dy, |y| loss(y, &weights));
+        assert_gradient(&weights, &dweights, |weights| loss(&y, weights));
+    }
+    for (dtype, tolerance) in PRECISIONS {
+        let (y, weights) = (random(&[10, 70], 1), random(&[5, 2], 2));
+        let dout = random(&[5, 70], 3);
+        let (exact_y, exact_weights) = (rounded(&y, dtype), rounded(&weights, DType::F32));
+        let exact =
+            combine_backward(&exact_y, &exact_weights, &places(&PLACES), &rounded(&dout, dtype));
+        let exact = exact.unwrap();
+        let low = |it: &Tensor| strided(&it.to_dtype(dtype).unwrap());
+        let weights = strided(&weights.to_dtype(DType::F32).unwrap());
+        let found = combine_backward(&low(&y), &weights, &places(&PLACES), &low(&dout)).unwrap();
+        assert_eq!((found.dy.dtype(), found.dweights.dtype()), (dtype, DType::F32));
+        assert_close(&found.dy, &exact.dy, tolerance);
+        assert_close(&found.dweights, &exact.dweights, 3e-6);
+    }
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    let tokens = 700;
+    let logits = random(&[tokens, 16], 1);
+    let routes = Routes::new(&logits, 3, true).unwrap();
+    let places = Tensor::from_vec(routes.dispatch().places, (tokens, 3), &Device::Cpu).unwrap();
+    let weights = routes.weights(DType::F32, &Device::Cpu).unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+        let (y, dout) = (low(&[3 * tokens, 65], 2), low(&[tokens, 65], 3));
+        assert_independent_of_threads(|| {
+            let found = combine_backward(&y, &weights, &places, &dout).unwrap();
+            vec![combine(&y, &weights, &places).unwrap(), found.dy, found.dweights]
+        });
+    }
+}
+
+#[test]
+fn empty_and_wrong_arguments_are_handled() {
+    let weights = random(&[5, 2], 1);
+    let none = Tensor::zeros((0, 2), DType::U32, &Device::Cpu).unwrap();
+    let empty = random(&[0, 2], 1);
+    assert_eq!(combine(&random(&[0, 7], 1), &empty, &none).unwrap().dims(), [0, 7]);
+    let found = combine_backward(&random(&[0, 7], 1), &empty, &none, &random(&[0, 7], 2)).unwrap();
+    assert_eq!((found.dy.dims(), found.dweights.dims()), (&[0, 7][..], &[0, 2][..]));
+    let y = random(&[10, 0], 1);
+    assert_eq!(combine(&y, &weights, &places(&PLACES)).unwrap().dims(), [5, 0]);
+    let found = combine_backward(&y, &weights, &places(&PLACES), &random(&[5, 0], 1)).unwrap();
+    assert_eq!(values(&found.dweights), [0.0; 10]);
+
+    let y = random(&[10, 7], 1);
+    let mut wrong = PLACES;
+    wrong[2][1] = 10;
+    let error = message(combine(&y, &weights, &places(&wrong)));
+    assert!(error.contains("place 10 is outside of y, expected less than 10"), "{error}");
+    wrong[2][1] = 9;
+    let dout = random(&[5, 7], 1);
+    let error = message(combine_backward(&y, &weights, &places(&wrong), &dout));
+    assert!(error.contains("row 9 is the choice of two tokens"), "{error}");
+    let more = random(&[11, 7], 1);
+    let error = message(combine_backward(&more, &weights, &places(&PLACES), &dout));
+    assert!(error.contains("y has 11 rows"), "{error}");
+    let single = weights.to_dtype(DType::F32).unwrap();
+    let error = message(combine(&y, &single, &places(&PLACES)));
+    assert!(error.contains("weights is F32, expected F64"), "{error}");
+    for active in [0, 5] {
+        let error = message(Routes::new(&logits(), active, true));
+        assert!(error.contains(&format!("{active} experts, expected 1 to 4")), "{error}");
+    }
+    let error = message(Routes::new(&logits(), 2, true).unwrap().backward(&random(&[5, 3], 1)));
+    assert!(error.contains("dweights has shape [5, 3], expected [5, 2]"), "{error}");
+}
+
+#[test]
+fn a_logit_that_is_no_number_shows() {
+    let logits = Tensor::new(&[[0.0, f64::NAN, 1.0], [0.0, f64::INFINITY, 1.0]], &Device::Cpu);
+    let routes = Routes::new(&logits.unwrap(), 2, true).unwrap();
+    assert!(routes.weights.iter().all(|weight| weight.is_nan()), "{:?}", routes.weights);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_agrees_with_the_cpu() {
+    let device = cuda();
+    for (tokens, active, columns) in [(1, 8, 2048), (5, 2, 33), (300, 4, 72), (2, 1, 1)] {
+        let logits = random(&[tokens, 16], 1).to_dtype(DType::F32).unwrap();
+        let routes = Routes::new(&there(&logits, &device), active, true).unwrap();
+        assert_eq!(routes.chosen, Routes::new(&logits, active, true).unwrap().chosen);
+        let shape = (tokens, active);
+        let places = Tensor::from_vec(routes.dispatch().places, shape, &Device::Cpu).unwrap();
+        let weights = routes.weights(DType::F32, &Device::Cpu).unwrap();
+        for (dtype, tolerance) in PRECISIONS {
+            let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+            let (y, dout) = (low(&[tokens * active, columns], 2), low(&[tokens, columns], 3));
+            let expected = combine(&y, &weights, &places).unwrap();
+            let gradients = combine_backward(&y, &weights, &places, &dout).unwrap();
+            for view in [|tensor: &Tensor| tensor.clone(), strided] {
+                let on_gpu = |tensor: &Tensor| view(&there(tensor, &device));
+                let (y, dout) = (on_gpu(&y), on_gpu(&dout));
+                let (weights, places) = (on_gpu(&weights), on_gpu(&places));
+                let found = combine(&y, &weights, &places).unwrap();
+                assert_close(&here(&found), &expected, tolerance);
+                let found = combine_backward(&y, &weights, &places, &dout).unwrap();
+                assert_close(&here(&found.dy), &gradients.dy, tolerance);
+                assert_close(&here(&found.dweights), &gradients.dweights, 3e-6);
+            }
+        }
+    }
+    let low = |shape: &[usize]| there(&random(shape, 1).to_dtype(DType::F32).unwrap(), &device);
+    let outside = places(&[[0, 1], [2, 9]]);
+    let found = combine(&low(&[4, 8]), &low(&[2, 2]), &there(&outside, &device)).unwrap();
+    let found = values(&here(&found));
+    assert!(found[..8].iter().all(|it| it.is_finite()) && found[8..].iter().all(|it| it.is_nan()));
+}
