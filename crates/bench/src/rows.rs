@@ -1120,7 +1120,8 @@ impl Sizes {
         let hidden = config.hidden_size as f64;
         let queries = (config.heads * config.head_dim) as f64;
         let keys = (config.kv_heads * config.head_dim) as f64;
-        let inner = config.intermediate_size as f64;
+        // Of experts, those that read a token.
+        let inner = config.mlp_columns() as f64;
         let pairs = [
             (hidden, queries),
             (hidden, keys),

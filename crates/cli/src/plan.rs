@@ -294,12 +294,15 @@ pub fn memory(
     let tokens = (settings.batch_size * row) as u64;
     let heads = ((2 * config.heads + 2 * config.kv_heads) * config.head_dim) as u64;
     let hidden = config.hidden_size as u64;
-    let layer = 5 * hidden + heads + 4 * config.intermediate_size as u64;
+    let columns = config.mlp_columns() as u64;
+    // What a token's experts give, which is kept for their weights' gradients, and its gradient.
+    let of_experts = config.experts.map_or(0, |experts| 2 * experts.active as u64 * hidden);
+    let layer = 5 * hidden + heads + 4 * columns + of_experts;
     let layers = config.layers.len() as u64;
     // Of a layer that is computed again, what it is given and what attention gives.
     let again = hidden + (config.heads * config.head_dim) as u64;
     // Of one that isn't, what may wait elsewhere: queries, keys and values, and the gate.
-    let apart = heads - (config.heads * config.head_dim) as u64 + config.intermediate_size as u64;
+    let apart = heads - (config.heads * config.head_dim) as u64 + columns;
     let parts =
         if settings.grad_checkpoint { [layer, 0, again] } else { [0, layer - apart, apart] };
     let (kept, elsewhere) = kept_and_elsewhere(settings.activation_placement, layers, parts);

@@ -9,6 +9,7 @@ use clap::Args;
 use metal_candle::adapter::{self, AdapterFormat, Biases, Targets, TokenIndices};
 use metal_candle::files;
 use metal_candle::gguf::is_gguf;
+use metal_candle::model::config::ExpertsConfig;
 use metal_candle::model::rope::RopeScaling;
 use metal_candle::model::{Model, Weights, stored_bytes};
 use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
@@ -217,15 +218,16 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     );
     report.row("Parameters", grouped(parameters));
     report.row("Weights", format!("{}, {}", names(&sizes), bytes(sizes.values().sum())));
-    report.row(
-        "Layers",
-        format!(
-            "{}, hidden {}, MLP {}",
-            config.layers.len(),
-            config.hidden_size,
-            config.intermediate_size
-        ),
-    );
+    let with_experts = config.layers.iter().filter(|layer| layer.has_experts).count();
+    let mlp = match with_experts < config.layers.len() {
+        true => format!(", MLP {}", config.intermediate_size),
+        false => String::new(),
+    };
+    report.row("Layers", format!("{}, hidden {}{mlp}", config.layers.len(), config.hidden_size));
+    if let Some(ExpertsConfig { count, active, width, .. }) = config.experts {
+        let of = format!("{with_experts} of {} layers", config.layers.len());
+        report.row("Experts", format!("{count} of width {width}, {active} a token, in {of}"));
+    }
     report.row(
         "Attention",
         format!(
@@ -279,6 +281,12 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("layers", config.layers.len());
     report.set("hidden_size", config.hidden_size);
     report.set("intermediate_size", config.intermediate_size);
+    report.set(
+        "experts",
+        config.experts.map(|ExpertsConfig { count, active, width, .. }| {
+            json!({ "count": count, "active": active, "width": width, "layers": with_experts })
+        }),
+    );
     report.set("heads", config.heads);
     report.set("kv_heads", config.kv_heads);
     report.set("head_dim", config.head_dim);

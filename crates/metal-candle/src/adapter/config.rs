@@ -542,7 +542,7 @@ pub(super) fn ends_in(path: &str, name: &str) -> bool {
 }
 
 /// The distinct last parts of the paths, for messages.
-fn layer_names(paths: &[String]) -> String {
+pub(super) fn layer_names(paths: &[String]) -> String {
     let mut names: Vec<&str> = Vec::new();
     for path in paths {
         let name = path.rsplit('.').next().unwrap_or(path);

@@ -292,7 +292,7 @@ impl Adapter {
     fn units(model: &Model) -> HashMap<&str, UnitName> {
         let name = |id| model.frozen().name(id);
         let layers = model.layers.iter().enumerate().flat_map(|(index, layer)| {
-            let linears = layer.linears();
+            let linears = layer.matrices();
             linears
                 .into_iter()
                 .map(move |it| (it.weight, UnitName::Layer(index)))

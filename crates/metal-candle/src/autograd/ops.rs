@@ -7,8 +7,8 @@ use candle_core::{DType, Shape, Tensor};
 use metal_candle_kernels::cross_entropy::Targets;
 use metal_candle_kernels::quantized::{Quantized, Weight};
 use metal_candle_kernels::{
-    arithmetic, attention, copy, cross_entropy, devices, dora, embedding, glu, lora_linear, matmul,
-    rms_norm, rope,
+    arithmetic, attention, copy, cross_entropy, devices, dora, embedding, experts, glu,
+    lora_linear, matmul, rms_norm, rope,
 };
 use std::sync::Arc;
 
@@ -853,6 +853,50 @@ impl Tape {
                 });
             }
             Ok(vec![Some(copy::join(&pieces.iter().collect::<Vec<_>>(), dim)?)])
+        })
+    }
+
+    /// Tensors one after the other along dimension `dim`.
+    pub fn concatenate(&self, parts: &[&Value], dim: usize) -> Result<Value> {
+        let tensors: Vec<&Tensor> = parts.iter().map(|part| part.tensor()).collect();
+        let sizes = tensors.iter().map(|part| part.dim(dim));
+        let sizes = sizes.collect::<candle_core::Result<Vec<_>>>()?;
+        self.push(parts, copy::join(&tensors, dim)?, move |dy| {
+            let mut start = 0;
+            let pieces = sizes.into_iter().map(|size| {
+                start += size;
+                dy.narrow(dim, start - size, size).map(Some)
+            });
+            Ok(pieces.collect::<candle_core::Result<_>>()?)
+        })
+    }
+
+    /// The experts of each token by `logits (tokens, experts)`, and their weights `(tokens, active)` in f32.
+    pub fn route(
+        &self,
+        logits: &Value,
+        active: usize,
+        normalized: bool,
+    ) -> Result<(Value, Arc<experts::Routes>)> {
+        let tensor = logits.tensor();
+        let routes = Arc::new(experts::Routes::new(tensor, active, normalized)?);
+        let (dtype, device) = (tensor.dtype(), tensor.device());
+        let (weights, saved) = (routes.weights(dtype, device)?, routes.clone());
+        let weights = self.push(&[logits], weights, move |dweights| {
+            Ok(vec![Some(copy::cast(&saved.backward(&dweights)?, dtype)?)])
+        })?;
+        Ok((weights, routes))
+    }
+
+    /// The sums `(tokens, d)` of the rows of `y (rows, d)` at `places (tokens, active)`, each row one token's, times
+    /// `weights (tokens, active)`.
+    pub fn combine(&self, y: &Value, weights: &Value, places: &Tensor) -> Result<Value> {
+        let output = experts::combine(y.tensor(), weights.tensor(), places)?;
+        let saved = (y.tensor().clone(), weights.tensor().clone(), places.clone());
+        self.push(&[y, weights], output, move |dout| {
+            let (y, weights, places) = saved;
+            let gradients = experts::combine_backward(&y, &weights, &places, &dout)?;
+            Ok(vec![Some(gradients.dy), Some(gradients.dweights)])
         })
     }
 

@@ -109,6 +109,35 @@ fn views_and_sums_have_the_gradients_of_finite_differences() {
 }
 
 #[test]
+fn a_mixture_of_experts_has_the_gradients_of_finite_differences() {
+    // Six tokens, four experts.
+    let weights = [random(&[6, 5], 1), random(&[4, 5], 2), random(&[20, 5], 3)];
+    for normalized in [true, false] {
+        check(&weights, |tape, weights| {
+            let [x, router, experts] = [0, 1, 2].map(|index| tape.parameter(&weights[index]));
+            let logits = tape.linear(&x, &router, None).unwrap();
+            let (weights, routes) = tape.route(&logits, 2, normalized).unwrap();
+            let dispatch = routes.dispatch();
+            let rows = Tensor::from_vec(dispatch.tokens, (1, 12), &Device::Cpu).unwrap();
+            let places = Tensor::from_vec(dispatch.places, (6, 2), &Device::Cpu).unwrap();
+            let gathered = tape.rows(&x, &rows).unwrap();
+            let sizes: Vec<usize> = dispatch.experts.iter().map(|(_, rows)| *rows).collect();
+            let parts = tape.split(&gathered, &sizes, 1).unwrap();
+            let matrices = tape.split(&experts, &[5; 4], 0).unwrap();
+            let outputs: Vec<Value> = dispatch
+                .experts
+                .iter()
+                .zip(&parts)
+                .map(|((expert, _), part)| tape.linear(part, &matrices[*expert], None).unwrap())
+                .collect();
+            let outputs = tape.concatenate(&outputs.iter().collect::<Vec<_>>(), 1).unwrap();
+            let outputs = tape.reshape(&outputs, (12, 5)).unwrap();
+            weighted_sum(tape, &tape.combine(&outputs, &weights, &places).unwrap())
+        });
+    }
+}
+
+#[test]
 fn a_small_network_has_the_gradients_of_finite_differences() {
     use metal_candle_kernels::attention::Options;
     use metal_candle_kernels::glu::Activation;

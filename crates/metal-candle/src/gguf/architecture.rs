@@ -7,6 +7,7 @@
 //! | `self_attn.qkv_proj`, `mlp.gate_up_proj` | `attn_qkv`, `ffn_up` |
 //! | `self_attn.q_norm`, `k_norm` | `attn_q_norm`, `attn_k_norm` |
 //! | `mlp.gate_proj`, `up_proj`, `down_proj` | `ffn_gate`, `ffn_up`, `ffn_down` |
+//! | the router, an expert's projections | `ffn_gate_inp`, one of `ffn_gate_exps`, `ffn_up_exps`, `ffn_down_exps` |
 //! | `input_layernorm` | `attn_norm` |
 //! | the norm before the MLP, whatever its name | `ffn_norm` |
 //! | the norms after attention and MLP | `post_attention_norm`, `post_ffw_norm` |
@@ -49,6 +50,8 @@ pub(super) struct Target {
     /// Whether the MLP may have biases.
     pub mlp_bias: bool,
     pub head: Head,
+    /// Whether layers may have experts in the place of an MLP.
+    pub experts: bool,
     /// Which layers are local where the file doesn't say: all but each so-many-th. `None`: no layer has a window there.
     pub window_period: Option<usize>,
 }
@@ -62,16 +65,18 @@ const PLAIN: Target = Target {
     output_bias: false,
     mlp_bias: false,
     head: Head::Own,
+    experts: false,
     window_period: None,
 };
 
-const ALL: [Target; 10] = [
+const ALL: [Target; 11] = [
     Target {
         name: "llama",
         model_type: "llama",
         interleaved: true,
         output_bias: true,
         mlp_bias: true,
+        experts: true,
         ..PLAIN
     },
     Target {
@@ -84,6 +89,7 @@ const ALL: [Target; 10] = [
     },
     Target { name: "qwen2", model_type: "qwen2", square: true, ..PLAIN },
     Target { name: "qwen3", model_type: "qwen3", ..PLAIN },
+    Target { name: "qwen3moe", model_type: "qwen3_moe", experts: true, ..PLAIN },
     Target {
         name: "gemma2",
         model_type: "gemma2",
@@ -123,7 +129,7 @@ impl Target {
     pub fn of(config: &Config) -> Result<&'static Self> {
         let model_type = match config.architecture.model_type() {
             "mistral" if config.gguf_architecture == Some(MISTRAL3) => "ministral3",
-            "mistral" | "ministral" => "llama",
+            "mistral" | "ministral" | "mixtral" => "llama",
             other => other,
         };
         ALL.iter().find(|target| target.model_type == model_type).ok_or_else(|| {
@@ -195,11 +201,26 @@ fn pairs(config: &Config) -> impl Iterator<Item = (&'static str, &'static str)> 
     pairs.filter(|(ours, _)| !ours.is_empty())
 }
 
-/// Our name of a checkpoint's tensor as llama.cpp's.
+/// The projections of a layer's experts, in the order of [`ExpertNames`](crate::model::config::ExpertNames).
+const EXPERTS: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+const ROUTER: &str = "ffn_gate_inp";
+
+/// Our name of a checkpoint's tensor as llama.cpp's. All experts of a layer have one.
 pub(super) fn to_gguf(config: &Config, name: &str) -> Option<String> {
     let (path, kind) = split_kind(name)?;
     if let Some(rest) = path.strip_prefix("model.layers.") {
         let (layer, part) = rest.split_once('.')?;
+        if let Some(experts) = &config.experts {
+            if part == experts.router() {
+                return Some(format!("blk.{layer}.{ROUTER}.{kind}"));
+            }
+            let of_expert = part.strip_prefix(experts.names.module);
+            if let Some(rest) = of_expert.and_then(|rest| rest.strip_prefix(".experts.")) {
+                let (_, projection) = rest.split_once('.')?;
+                let place = experts.names.projections.iter().position(|it| *it == projection)?;
+                return Some(format!("blk.{layer}.{}.{kind}", EXPERTS[place]));
+            }
+        }
         let (_, theirs) = pairs(config).find(|(ours, _)| *ours == part)?;
         return Some(format!("blk.{layer}.{theirs}.{kind}"));
     }
@@ -212,11 +233,41 @@ pub(super) fn from_gguf(config: &Config, name: &str) -> Option<String> {
     let (path, kind) = split_kind(name)?;
     if let Some(rest) = path.strip_prefix("blk.") {
         let (layer, part) = rest.split_once('.')?;
+        if let Some(experts) = config.experts.filter(|_| part == ROUTER) {
+            return Some(format!("model.layers.{layer}.{}.{kind}", experts.router()));
+        }
+        if let Some(ours) = single_expert(config, part) {
+            return Some(format!("model.layers.{layer}.{ours}.{kind}"));
+        }
         let (ours, _) = pairs(config).find(|(_, theirs)| *theirs == part)?;
         return Some(format!("model.layers.{layer}.{ours}.{kind}"));
     }
     let (ours, _) = OUTSIDE.into_iter().find(|(_, theirs)| *theirs == path)?;
     Some(format!("{ours}.{kind}"))
+}
+
+/// Our name of an expert's projection within a layer, where a tensor has that expert alone, as in the first files of
+/// Mixtral.
+fn single_expert(config: &Config, part: &str) -> Option<String> {
+    let experts = config.experts?;
+    let (projection, expert) = part.split_once('.')?;
+    let all = format!("{projection}_exps");
+    let place = EXPERTS.iter().position(|theirs| *theirs == all)?;
+    let expert = expert.parse().ok().filter(|expert| *expert < experts.count)?;
+    Some(experts.projections(expert)[place].clone())
+}
+
+/// Our names of the weights of all experts of a layer that are in one tensor, in their order.
+pub(super) fn experts_from_gguf(config: &Config, name: &str) -> Option<Vec<String>> {
+    let (path, kind) = split_kind(name)?;
+    let (layer, part) = path.strip_prefix("blk.")?.split_once('.')?;
+    let place = EXPERTS.iter().position(|theirs| *theirs == part)?;
+    let experts = config.experts?;
+    let ours = |expert| {
+        let projection = &experts.projections(expert)[place];
+        format!("model.layers.{layer}.{projection}.{kind}")
+    };
+    Some((0..experts.count).map(ours).collect())
 }
 
 /// How many heads the rows of a weight or bias belong to, where they are queries or keys.
@@ -253,8 +304,13 @@ mod tests {
             let mut names = std::collections::BTreeSet::new();
             for (name, _) in model.named_weights() {
                 let theirs = to_gguf(&config, name).unwrap_or_else(|| panic!("{fixture} {name}"));
-                assert_eq!(from_gguf(&config, &theirs).as_deref(), Some(name), "{fixture}");
                 assert!(theirs.len() < 64, "{theirs}");
+                if let Some(experts) = experts_from_gguf(&config, &theirs) {
+                    assert_eq!(from_gguf(&config, &theirs), None, "{fixture}");
+                    assert_eq!(experts.iter().filter(|ours| *ours == name).count(), 1, "{name}");
+                    continue;
+                }
+                assert_eq!(from_gguf(&config, &theirs).as_deref(), Some(name), "{fixture}");
                 assert!(names.insert(theirs), "{fixture} {name} has another's name");
             }
         }
@@ -276,6 +332,14 @@ mod tests {
         assert_eq!(of("phi3", "mlp.gate_up_proj"), "blk.1.ffn_up.weight");
         assert_eq!(of("phi3", "self_attn.qkv_proj"), "blk.1.attn_qkv.weight");
         let config = fixture("llama");
+        let mixtral = fixture("mixtral");
+        for (theirs, ours) in [
+            ("blk.0.ffn_up.3.weight", Some("model.layers.0.block_sparse_moe.experts.3.w3.weight")),
+            ("blk.0.ffn_up.4.weight", None),
+            ("blk.0.ffn_inp.0.weight", None),
+        ] {
+            assert_eq!(from_gguf(&mixtral, theirs).as_deref(), ours);
+        }
         for unknown in ["model.layers.1.self_attn.qkv_proj.weight", "lm_head", "a.weight", ""] {
             assert_eq!(to_gguf(&config, unknown), None);
         }

@@ -28,9 +28,7 @@ const PATTERN: &str = "attention.sliding_window_pattern";
 const MOST_PAIRS: usize = 1 << 13;
 
 /// Keys after `<architecture>.` that ask for another computation unless they are 0 or false.
-const REFUSED: [&str; 14] = [
-    "expert_count",
-    "expert_used_count",
+const REFUSED: [&str; 12] = [
     "expert_shared_count",
     "nextn_predict_layers",
     "pooling_type",
@@ -44,6 +42,10 @@ const REFUSED: [&str; 14] = [
     "rope.dimension_sections",
     "rope.scaling.alpha",
 ];
+
+/// How many experts a layer has, and how many read a token.
+const EXPERTS: [&str; 2] = ["expert_count", "expert_used_count"];
+const EXPERT_WIDTH: &str = "expert_feed_forward_length";
 
 /// The architecture of a file of a model.
 ///
@@ -151,7 +153,8 @@ pub(super) fn read(file: &Container) -> Result<Config> {
 /// The content of a `config.json` for it.
 fn content(file: &Container, target: &'static Target) -> Result<Value> {
     let keys = Keys { file, target };
-    for name in REFUSED {
+    let not_here = EXPERTS.iter().filter(|_| !target.experts);
+    for name in REFUSED.iter().chain(not_here) {
         let key = keys.key(name);
         let refused = match file.is_list(&key) {
             true => true,
@@ -207,6 +210,10 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
     // Which of them there are decides; the weights are looked for by name later.
     set("attention_bias", json!(file.tensor("blk.0.attn_output.bias").is_some()));
     set("mlp_bias", json!(file.tensor("blk.0.ffn_down.bias").is_some()));
+    let experts = match keys.count(EXPERTS[0])? {
+        None | Some(0) => None,
+        Some(count) => Some((count, keys.required(EXPERTS[1])?)),
+    };
     if let Some(name) = dtype(file) {
         set("dtype", json!(name));
     }
@@ -220,6 +227,10 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
 
     let mut model_type = target.model_type;
     match target.name {
+        "llama" if experts.is_some() => {
+            model_type = "mixtral";
+            set("sliding_window", json!(window));
+        }
         "llama" if window.is_some() => {
             // Mistral's window, which llama.cpp doesn't heed.
             model_type = "mistral";
@@ -243,7 +254,7 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
                 }
             }
         }
-        "qwen2" | "qwen3" if window.is_some() => {
+        "qwen2" | "qwen3" | "qwen3moe" if window.is_some() => {
             return Err(keys.unsupported("attention.sliding_window", "is not known for it"));
         }
         "olmo2" if window.is_some() => {
@@ -251,7 +262,7 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
                 keys.unsupported("attention.sliding_window", "this is OLMo 3; OLMo 2 is supported")
             );
         }
-        "qwen2" | "qwen3" => set("use_sliding_window", json!(false)),
+        "qwen2" | "qwen3" | "qwen3moe" => set("use_sliding_window", json!(false)),
         "phi3" => set("sliding_window", json!(window)),
         "gemma2" | "gemma3" => {
             set("hidden_activation", json!("gelu_pytorch_tanh"));
@@ -304,6 +315,24 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
         "smollm3" => set("no_rope_layer_interval", json!(4)),
         _ => {}
     }
+    match (target.name, experts) {
+        ("qwen3moe", Some((count, used))) => {
+            set("num_experts", json!(count));
+            set("num_experts_per_tok", json!(used));
+            let width = match keys.count(EXPERT_WIDTH)? {
+                Some(width) => width,
+                None => keys.required("feed_forward_length")?.checked_div(used).unwrap_or(0),
+            };
+            set("moe_intermediate_size", json!(width));
+            set("norm_topk_prob", json!(true));
+        }
+        ("qwen3moe", None) => return Err(keys.missing(EXPERTS[0])),
+        (_, Some((count, used))) => {
+            set("num_local_experts", json!(count));
+            set("num_experts_per_tok", json!(used));
+        }
+        (_, None) => {}
+    }
     if let Some(mut scaling) = scaling.filter(|_| model_type != "ministral3") {
         // The families look for it in different places; the outer one wins everywhere.
         if let Some(original) = scaling.get("original_max_position_embeddings").cloned()
@@ -323,7 +352,7 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
 /// The dtype of the matrices, where they have one.
 fn dtype(file: &Container) -> Option<&'static str> {
     let mut kinds =
-        file.tensors().filter(|(_, info)| info.shape.len() == 2).map(|(_, info)| info.kind);
+        file.tensors().filter(|(_, info)| info.shape.len() > 1).map(|(_, info)| info.kind);
     let first = kinds.next()?;
     kinds.all(|kind| kind == first).then_some(())?;
     match first {
@@ -571,6 +600,13 @@ pub(super) fn write(config: &Config, metadata: &mut Metadata) -> Result<Vec<(Str
     ] {
         metadata.count(&key(name), value)?;
     }
+    if let Some(experts) = &config.experts {
+        metadata.count(&key(EXPERTS[0]), experts.count)?;
+        metadata.count(&key(EXPERTS[1]), experts.active)?;
+        if target.name != "llama" {
+            metadata.count(&key(EXPERT_WIDTH), experts.width)?;
+        }
+    }
     metadata.float(&key("attention.layer_norm_rms_epsilon"), config.rms_norm_eps);
     if let (Some(window), Some(own)) = (window, target.window_period) {
         metadata.count(&key("attention.sliding_window"), window)?;
@@ -723,6 +759,14 @@ fn check(config: &Config, target: &Target) -> Result<()> {
     if config.mlp_bias && !target.mlp_bias {
         return refuse("a model with biases in its MLP".into());
     }
+    if let Some(experts) = &config.experts {
+        if !experts.normalized {
+            return refuse("a model whose experts' weights don't add up to 1".into());
+        }
+        if config.layers.iter().any(|layer| !layer.has_experts) {
+            return refuse("a model in which some layers have experts and others an MLP".into());
+        }
+    }
     match (target.head, config.tie_word_embeddings) {
         (Head::Required, true) => return refuse("a model whose head is its embedding".into()),
         (Head::Tied, false) => return refuse("a model with a head of its own".into()),
@@ -814,6 +858,9 @@ mod tests {
                 (theirs, model.frozen().shape(id).dims().to_vec(), GgmlType::F32)
             })
             .collect();
+        // All experts of a layer have one.
+        let mut seen = std::collections::BTreeSet::new();
+        tensors.retain(|(name, ..)| seen.insert(name.clone()));
         let plain = tensors.len();
         tensors.extend(
             extra.iter().map(|(name, values)| (name.clone(), vec![values.len()], GgmlType::F32)),
@@ -830,12 +877,13 @@ mod tests {
     }
 
     /// Fixtures with what llama.cpp doesn't compute, and what is said of them.
-    const REFUSED: [(&str, &str); 5] = [
+    const REFUSED: [(&str, &str); 6] = [
         ("llama-yarn", "beta_fast 2 and beta_slow 0.5"),
         ("llama-dynamic", "dynamic rope"),
         ("gemma2", "attention is scaled by"),
         ("gemma3-text", "attention is scaled by"),
         ("smollm3", "with and without positions"),
+        ("qwen3-moe", "some layers have experts and others an MLP"),
     ];
 
     /// A fixture without that, if there is a way.
@@ -850,6 +898,7 @@ mod tests {
                     layer.rope = (index != 3).then_some(0);
                 }
             }
+            "qwen3-moe" => config.layers.iter_mut().for_each(|layer| layer.has_experts = true),
             "llama-yarn" => {
                 let RopeScaling::Yarn { truncate, beta_fast, beta_slow, .. } =
                     &mut config.ropes[0].scaling

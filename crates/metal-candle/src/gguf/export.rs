@@ -113,10 +113,14 @@ pub fn write(
         metadata.text("general.name", name.trim());
     }
 
+    complete(model, tensors)?;
     let mut descriptions = Vec::with_capacity(ropes.len() + tensors.len());
     for (name, values) in &ropes {
         descriptions.push((name.clone(), vec![values.len()], GgmlType::F32));
     }
+    // The tensors of each, of which those of all experts of a layer are one.
+    let mut parts: Vec<Vec<&ExportTensor>> = Vec::with_capacity(tensors.len());
+    let mut stacks: BTreeMap<String, Vec<&ExportTensor>> = BTreeMap::new();
     for tensor in tensors {
         let invalid = |problem: String| Error::option(&tensor.name, problem);
         let Some(name) = architecture::to_gguf(model, &tensor.name) else {
@@ -127,17 +131,51 @@ pub fn write(
             let kind = tensor.kind;
             return Err(invalid(format!("is {kind}; llama.cpp has F32 for norms and biases")));
         }
+        if architecture::experts_from_gguf(model, &name).is_some() {
+            stacks.entry(name).or_default().push(tensor);
+            continue;
+        }
         descriptions.push((name, tensor.shape.clone(), tensor.kind));
+        parts.push(vec![tensor]);
     }
-    complete(model, tensors)?;
+    for (name, experts) in stacks {
+        let (shape, kind) = stack(model, &name, &experts)?;
+        descriptions.push((name, shape, kind));
+        parts.push(experts);
+    }
     write_container(path.as_ref(), &metadata, &descriptions, |index| {
         if let Some((_, values)) = ropes.get(index) {
             return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect());
         }
-        let Some(tensor) = tensors.get(index - ropes.len()) else { return Ok(Vec::new()) };
-        let bytes = encode(tensor)?;
-        arranged(model, target, tensor, bytes)
+        let mut all = Vec::new();
+        for tensor in parts.get(index - ropes.len()).into_iter().flatten() {
+            all.extend(arranged(model, target, tensor, encode(tensor)?)?);
+        }
+        Ok(all)
     })
+}
+
+/// The shape and kind of what the weights of a layer's experts, in their order, are together.
+fn stack(model: &Config, name: &str, experts: &[&ExportTensor]) -> Result<(Vec<usize>, GgmlType)> {
+    let expected = architecture::experts_from_gguf(model, name).unwrap_or_default();
+    let (Some(first), true) =
+        (experts.first(), experts.iter().map(|it| &it.name).eq(expected.iter()))
+    else {
+        return Err(Error::option(name, "has other experts than the model, or in another order"));
+    };
+    if let Some(other) =
+        experts.iter().find(|it| (&it.shape, it.kind) != (&first.shape, first.kind))
+    {
+        return Err(Error::option(
+            &other.name,
+            format!(
+                "is {} {:?}, and {} is {} {:?}; a layer's experts are one tensor",
+                other.kind, other.shape, first.name, first.kind, first.shape
+            ),
+        ));
+    }
+    let shape = [experts.len()].into_iter().chain(first.shape.iter().copied());
+    Ok((shape.collect(), first.kind))
 }
 
 /// Checks that a model has all its weights, and each of them in its shape.

@@ -7,8 +7,8 @@
 //! [`write_adapter`].
 //!
 //! What differs from a checkpoint of transformers, and is turned back here: rows of queries and keys have another
-//! order for llama, Mistral, SmolLM 3 and Granite (`rows.rs`); 1 is added to Gemma's norms; the factors of
-//! Llama 3's and Phi's ropes are tensors.
+//! order for llama, Mistral, Mixtral, SmolLM 3 and Granite (`rows.rs`); 1 is added to Gemma's norms; the factors of
+//! Llama 3's and Phi's ropes are tensors; a layer's experts are one tensor.
 
 mod adapter;
 mod architecture;
@@ -72,7 +72,17 @@ pub struct GgufFile {
 #[derive(Debug)]
 struct Place {
     name: String,
-    rows: Option<(usize, usize)>,
+    part: Part,
+}
+
+/// What of a tensor a weight is.
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    Whole,
+    /// Some of its rows.
+    Rows(usize, usize),
+    /// One of the matrices `(experts, out, in)`.
+    Expert(usize),
 }
 
 /// A tensor as a checkpoint has it: with its rows in the order of transformers, and the weights of norms without what
@@ -198,8 +208,10 @@ impl GgufFile {
         let place = self.places.get(name)?;
         let info = self.container.tensor(&place.name)?;
         let mut shape = info.shape.clone();
-        if let (Some(first), Some((start, end))) = (shape.first_mut(), place.rows) {
-            *first = end - start;
+        match (place.part, shape.first_mut()) {
+            (Part::Rows(start, end), Some(first)) => *first = end - start,
+            (Part::Expert(_), Some(_)) => drop(shape.remove(0)),
+            _ => {}
         }
         Some((info.kind, shape))
     }
@@ -229,11 +241,15 @@ impl GgufFile {
         };
         let row_bytes = row_bytes(info).ok_or_else(|| invalid("whose rows are no whole blocks"))?;
         let all = self.container.data(info);
-        let bytes = match place.rows {
-            None => all,
-            Some((start, end)) => all
-                .get(start.saturating_mul(row_bytes)..end.saturating_mul(row_bytes))
+        let rows = |start: usize, end: usize| {
+            all.get(start.saturating_mul(row_bytes)..end.saturating_mul(row_bytes))
+        };
+        let bytes = match place.part {
+            Part::Whole => all,
+            Part::Rows(start, end) => rows(start, end)
                 .ok_or_else(|| invalid("which is less than queries, keys and values"))?,
+            Part::Expert(expert) => rows(expert, expert + 1)
+                .ok_or_else(|| invalid(&format!("which has no expert {expert}")))?,
         };
         let mut bytes = Cow::Borrowed(bytes);
         if let Some(heads) =
@@ -310,8 +326,8 @@ fn places(container: &Container, config: &Config) -> Result<BTreeMap<String, Pla
         if config::ROPE_TENSORS.contains(&name) {
             continue;
         }
-        let mut add = |ours: String, rows| {
-            let place = Place { name: name.to_string(), rows };
+        let mut add = |ours: String, part| {
+            let place = Place { name: name.to_string(), part };
             match places.insert(ours, place) {
                 None => Ok(()),
                 Some(other) => Err(Error::file(
@@ -325,13 +341,17 @@ fn places(container: &Container, config: &Config) -> Result<BTreeMap<String, Pla
             }
         };
         if let Some(ours) = architecture::from_gguf(config, name) {
-            add(ours, None)?;
+            add(ours, Part::Whole)?;
+        } else if let Some(experts) = architecture::experts_from_gguf(config, name) {
+            for (expert, ours) in experts.into_iter().enumerate() {
+                add(ours, Part::Expert(expert))?;
+            }
         } else if let Some((layer, kind)) = fused(name) {
             let (q, k) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
             let parts = [("q", 0, q), ("k", q, q + k), ("v", q + k, q + 2 * k)];
             for (part, start, end) in parts {
                 let ours = format!("model.layers.{layer}.self_attn.{part}_proj.{kind}");
-                add(ours, Some((start, end)))?;
+                add(ours, Part::Rows(start, end))?;
             }
         } else {
             return Err(Error::Unsupported(format!(
@@ -465,11 +485,21 @@ mod tests {
                 open(
                     &|it| {
                         whole(it);
+                        it.count("llama.expert_shared_count", 1).unwrap()
+                    },
+                    embedding,
+                ),
+                "llama.expert_shared_count: asks for what",
+            ),
+            (
+                open(
+                    &|it| {
+                        whole(it);
                         it.count("llama.expert_count", 8).unwrap()
                     },
                     embedding,
                 ),
-                "llama.expert_count: asks for what",
+                "llama.expert_used_count: missing",
             ),
             (open(&whole, "blk.0.ffn_gate_inp.weight"), "belongs to no part of a llama model"),
         ] {

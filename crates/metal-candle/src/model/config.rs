@@ -64,6 +64,71 @@ pub struct LayerConfig {
     /// The index in [`Config::ropes`] of how this layer rotates queries and keys; `None` if it does
     /// not.
     pub rope: Option<usize>,
+    /// Whether it has [`Config::experts`] in the place of an MLP.
+    pub has_experts: bool,
+}
+
+/// A mixture of experts: several MLPs, of which each token is read by some.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsConfig {
+    /// How many a layer has.
+    pub count: usize,
+    /// How many read a token.
+    pub active: usize,
+    /// Width inside each.
+    pub width: usize,
+    /// Whether the weights of those that read a token add up to 1; else they are the probabilities of all.
+    pub normalized: bool,
+    /// What a checkpoint calls them.
+    pub(crate) names: &'static ExpertNames,
+}
+
+/// The names of a layer's experts, within the layer.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct ExpertNames {
+    /// Of `MODULE.gate`, the router, and of `MODULE.experts.N`.
+    pub module: &'static str,
+    /// Of an expert's projections into its gate and value, and back.
+    pub projections: [&'static str; 3],
+}
+
+impl ExpertsConfig {
+    const COUNT: &str = "num_local_experts";
+
+    /// Reads how many there are and how many read a token, with these defaults; `width` is a key and its default.
+    pub(super) fn read(
+        keys: Keys,
+        count: usize,
+        active: usize,
+        (width_key, width): (&'static str, usize),
+        names: &'static ExpertNames,
+    ) -> Result<Self> {
+        const ACTIVE: &str = "num_experts_per_tok";
+        // Files of transformers 5 have the one name, and those of version 4 of Qwen's the other.
+        let count_key = match keys.get(Self::COUNT) {
+            None => "num_experts",
+            Some(_) => Self::COUNT,
+        };
+        let count = keys.size(count_key, count, MAX_EXPERTS)?;
+        let active = keys.size(ACTIVE, active, MAX_EXPERTS)?;
+        if active > count {
+            let message = format!("found {active}, more than {count_key} = {count}");
+            return Err(keys.invalid(ACTIVE, message));
+        }
+        let width = keys.size(width_key, width, MAX_WIDTH)?;
+        Ok(Self { count, active, width, normalized: true, names })
+    }
+
+    /// The router's name within the layer.
+    pub(crate) fn router(&self) -> String {
+        format!("{}.gate", self.names.module)
+    }
+
+    /// The names of an expert's projections within the layer: into its gate and value, and back.
+    pub(crate) fn projections(&self, expert: usize) -> [String; 3] {
+        let module = self.names.module;
+        self.names.projections.map(|name| format!("{module}.experts.{expert}.{name}"))
+    }
 }
 
 /// The shape of a decoder.
@@ -77,6 +142,8 @@ pub struct Config {
     pub hidden_size: usize,
     /// Width inside the MLP.
     pub intermediate_size: usize,
+    /// What some layers have in the place of an MLP.
+    pub experts: Option<ExpertsConfig>,
     /// One entry a layer.
     pub layers: Vec<LayerConfig>,
     /// The position embeddings that layers refer to.
@@ -242,7 +309,8 @@ impl Config {
                 defaults.intermediate_size,
                 MAX_WIDTH,
             )?,
-            layers: vec![LayerConfig { window: None, rope: Some(0) }; layers],
+            experts: None,
+            layers: vec![LayerConfig { window: None, rope: Some(0), has_experts: false }; layers],
             ropes: (defaults.ropes)(keys, RopeShape { head_dim, max_position_embeddings, theta })?,
             heads,
             kv_heads,
@@ -268,6 +336,13 @@ impl Config {
             raw: Value::Null,
             gguf_architecture: None,
         })
+    }
+
+    /// How many columns of gates and values a token has in a layer at most.
+    pub fn mlp_columns(&self) -> usize {
+        let of_experts = self.experts.map_or(0, |experts| experts.active * experts.width);
+        let has_mlp = self.layers.iter().any(|layer| !layer.has_experts);
+        of_experts.max(if has_mlp { self.intermediate_size } else { 0 })
     }
 
     /// Says that the head isn't the embedding.
@@ -337,6 +412,7 @@ const MAX_VOCABULARY: usize = 1 << 24;
 const MAX_WIDTH: usize = 1 << 20;
 pub(super) const MAX_LAYERS: usize = 1 << 12;
 const MAX_HEADS: usize = 1 << 14;
+const MAX_EXPERTS: usize = 1 << 12;
 const MAX_HEAD_DIM: usize = 1 << 14;
 pub(super) const MAX_POSITIONS: usize = 1 << 31;
 

@@ -2,6 +2,7 @@
 
 use super::formats::gguf_blocks::{BlockKind, write_blocks};
 use super::formats::{Part, bitsandbytes, checkpoint, mlx};
+use super::layer::Kind;
 use super::weight::WeightId;
 use super::{Model, Quantization};
 use crate::files::companions::{copy_companions, set_chat_template};
@@ -12,7 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::copy;
 use metal_candle_kernels::quantized::{Format, quantize};
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
@@ -221,6 +222,14 @@ impl Model {
             return Err(Error::Unsupported(format!("files in {quantization}")));
         };
         let mut tensors = Vec::new();
+        // Those of experts, which mlx-lm has as one tensor a layer.
+        let mut stacks: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
+        if let (FilesOf::Bitsandbytes { .. }, Some(_)) = (&files_of, &self.config.experts) {
+            return Err(Error::Unsupported(format!(
+                "a model with experts in {quantization}: transformers holds those of a layer as one tensor, which \
+                 bitsandbytes doesn't pack; mlx4 and gguf-q4_k_m, for example, are written"
+            )));
+        }
         for (name, id) in self.named_weights() {
             let path = name.strip_suffix(".weight").unwrap_or(name);
             if !quantization.wants(self.weights.kind(id)) {
@@ -236,8 +245,16 @@ impl Model {
                 FilesOf::Mlx(mode) => mlx::write(*mode, &matrix),
             };
             for part in parts.map_err(|problem| Error::option(name, problem))? {
-                tensors.push((format!("{path}.{}", part.name), tensor_of(&part)?));
+                let (name, tensor) = (format!("{path}.{}", part.name), tensor_of(&part)?);
+                // They come in their order.
+                match self.config.experts.and_then(|experts| mlx::stacked(&experts, &name)) {
+                    Some(stacked) => stacks.entry(stacked).or_default().push(tensor),
+                    None => tensors.push((name, tensor)),
+                }
             }
+        }
+        for (name, experts) in stacks {
+            tensors.push((name, Tensor::stack(&experts, 0)?));
         }
         let mut config = self.config.raw.clone();
         let (key, said) = match files_of {
@@ -256,7 +273,7 @@ impl Model {
             }
             FilesOf::Mlx(mode) => {
                 if let Some(map) = config.as_object_mut() {
-                    mlx::say_rope_outside(map);
+                    mlx::say_as_before(map);
                 }
                 ("quantization", mode.config())
             }
@@ -277,7 +294,10 @@ impl Model {
             let is_head = *id == self.head.unwrap_or(self.embedding);
             let wanted =
                 if is_head || gets_more_bits(name, layers) { format.some } else { format.most };
-            let kind = stored_as(&shape, wanted);
+            let kind = match self.weights.kind(*id) {
+                Kind::Router => gguf::storage(&shape[..1], wanted),
+                _ => stored_as(&shape, wanted),
+            };
             ExportTensor { name: (*name).to_string(), shape, kind }
         };
         let tensors: Vec<ExportTensor> = weights.iter().map(describe).collect();
@@ -310,7 +330,9 @@ impl Model {
 /// last eighth of the layers, and of each third one between.
 fn gets_more_bits(name: &str, layers: usize) -> bool {
     let layer = || name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
-    let is_one = name.ends_with("v_proj.weight") || name.ends_with("down_proj.weight");
+    // Mixtral's `w2` are down projections.
+    let more = [".v_proj.weight", ".down_proj.weight", ".w2.weight"];
+    let is_one = more.iter().any(|end| name.ends_with(end));
     let Some(layer) = layer().filter(|_| is_one) else { return false };
     let eighth = layers / 8;
     layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2

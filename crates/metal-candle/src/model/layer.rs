@@ -1,6 +1,6 @@
 //! The frozen weights of the decoder's layers, shaped by the configuration.
 
-use super::config::{Config, NormPlacement, QueryKeyNorm};
+use super::config::{Config, ExpertsConfig, NormPlacement, QueryKeyNorm};
 use super::quantization::Quantization;
 use super::tensor_parallel::{Along, Cut, TensorRank};
 use super::weight::{FrozenWeights, Storage, WeightId};
@@ -21,7 +21,7 @@ pub(crate) struct Norm {
 /// A linear layer, `x · weightᵀ + bias`.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    /// Its place among the model's linear layers.
+    /// Its place among the linear layers that adapters can have, or [`Self::NO_ADAPTER`].
     pub index: usize,
     /// Its path in the model, such as `model.layers.0.self_attn.q_proj`.
     pub path: String,
@@ -35,6 +35,11 @@ pub(crate) struct Linear {
     pub bias: Option<WeightId>,
     /// Which part of the layer this is, where ranks have a part each.
     pub cut: Option<Box<Cut>>,
+}
+
+impl Linear {
+    /// The index of those that adapters don't have: routers and experts.
+    const NO_ADAPTER: usize = usize::MAX;
 }
 
 /// The projections into queries, keys and values.
@@ -73,13 +78,39 @@ pub(crate) struct Mlp {
     pub activation: Activation,
 }
 
+/// MLPs of which each token is read by some.
+#[derive(Debug)]
+pub(crate) struct Experts {
+    /// Into a logit for each expert.
+    pub router: Linear,
+    pub experts: Vec<Expert>,
+    /// How many read a token.
+    pub active: usize,
+    pub normalized: bool,
+    pub activation: Activation,
+}
+
+#[derive(Debug)]
+pub(crate) struct Expert {
+    pub gate: Linear,
+    pub up: Linear,
+    pub down: Linear,
+}
+
+/// What follows attention in a layer.
+#[derive(Debug)]
+pub(crate) enum FeedForward {
+    Mlp(Mlp),
+    Experts(Experts),
+}
+
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub before_attention: Option<Norm>,
     pub attention: Attention,
     pub after_attention: Option<Norm>,
     pub before_mlp: Option<Norm>,
-    pub mlp: Mlp,
+    pub feed_forward: FeedForward,
     pub after_mlp: Option<Norm>,
     pub residual_multiplier: f64,
 }
@@ -106,6 +137,8 @@ pub(crate) trait Source {
 pub(crate) enum Kind {
     /// Of a linear layer, `(out, in)`.
     Linear,
+    /// Of what chooses experts, `(experts, hidden)`, which isn't brought into fewer bits: small differences choose others.
+    Router,
     /// The embedding or the head, `(vocabulary, hidden)`.
     Table,
     Bias,
@@ -143,15 +176,26 @@ impl Builder<'_> {
         })
     }
 
-    /// A linear layer into parts of the layer's width or back into the residual stream, or what a rank has of it.
+    /// A linear layer that adapters can have.
     fn linear(&mut self, path: String, along: Along, has_bias: bool) -> Result<Linear> {
+        let index = self.linears;
+        self.linears += 1;
+        self.projection(index, path, along, has_bias)
+    }
+
+    /// A linear layer into parts of the layer's width or back into the residual stream, or what a rank has of it.
+    fn projection(
+        &mut self,
+        index: usize,
+        path: String,
+        along: Along,
+        has_bias: bool,
+    ) -> Result<Linear> {
         let hidden = self.config.hidden_size;
         let (input, output) = match along {
             Along::Outputs(widths) => (hidden, widths.iter().sum()),
             Along::Inputs(width) => (width, hidden),
         };
-        let index = self.linears;
-        self.linears += 1;
         let (name, bias) = (format!("{path}.weight"), format!("{path}.bias"));
         let Some(rank) = self.rank else {
             let weight = self.weight(name, &[output, input], Kind::Linear)?;
@@ -174,6 +218,55 @@ impl Builder<'_> {
         };
         let (input, output) = cut.sizes(input, output);
         Ok(Linear { index, path, input, output, weight, bias, cut: Some(cut) })
+    }
+
+    /// The MLP of a layer.
+    fn mlp(&mut self, path: &str) -> Result<Mlp> {
+        let config = self.config;
+        let (width, bias) = (config.intermediate_size, config.mlp_bias);
+        let mut linear =
+            |name: &str, along: Along| self.linear(format!("{path}.mlp.{name}"), along, bias);
+        let projections = if config.fused_projections {
+            GateUp::Fused(linear("gate_up_proj", Along::Outputs(&[width, width]))?)
+        } else {
+            GateUp::Separate {
+                gate: linear("gate_proj", Along::Outputs(&[width]))?,
+                up: linear("up_proj", Along::Outputs(&[width]))?,
+            }
+        };
+        let down = linear("down_proj", Along::Inputs(width))?;
+        let ranks = self.rank.map_or(1, |rank| rank.size);
+        Ok(Mlp { projections, down, width: width / ranks, activation: config.activation })
+    }
+
+    /// The experts of a layer, each of which a rank has a part of.
+    fn experts(&mut self, path: &str, config: &ExpertsConfig) -> Result<Experts> {
+        let (input, output) = (self.config.hidden_size, config.count);
+        let of_router = format!("{path}.{}", config.router());
+        let name = format!("{of_router}.weight");
+        let router = Linear {
+            index: Linear::NO_ADAPTER,
+            path: of_router,
+            input,
+            output,
+            weight: self.weight(name, &[output, input], Kind::Router)?,
+            bias: None,
+            cut: None,
+        };
+        let expert = |index: usize| {
+            let mut linear = |name: &str, along: Along| {
+                self.projection(Linear::NO_ADAPTER, format!("{path}.{name}"), along, false)
+            };
+            let [gate, up, down] = config.projections(index);
+            Ok(Expert {
+                gate: linear(&gate, Along::Outputs(&[config.width]))?,
+                up: linear(&up, Along::Outputs(&[config.width]))?,
+                down: linear(&down, Along::Inputs(config.width))?,
+            })
+        };
+        let experts = (0..config.count).map(expert).collect::<Result<_>>()?;
+        let (active, normalized) = (config.active, config.normalized);
+        Ok(Experts { router, experts, active, normalized, activation: self.config.activation })
     }
 
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {
@@ -239,18 +332,14 @@ impl Layer {
         };
         let bias = config.attention_output_bias;
         let output = linear("self_attn.o_proj", Along::Inputs(query_width), bias)?;
-        let (width, bias) = (config.intermediate_size, config.mlp_bias);
-        let gate_up = if config.fused_projections {
-            GateUp::Fused(linear("mlp.gate_up_proj", Along::Outputs(&[width, width]), bias)?)
-        } else {
-            GateUp::Separate {
-                gate: linear("mlp.gate_proj", Along::Outputs(&[width]), bias)?,
-                up: linear("mlp.up_proj", Along::Outputs(&[width]), bias)?,
-            }
-        };
-        let down = linear("mlp.down_proj", Along::Inputs(width), bias)?;
-        let ranks = builder.rank.map_or(1, |rank| rank.size);
         let layer = &config.layers[index];
+        let feed_forward = match &config.experts {
+            Some(experts) if layer.has_experts => {
+                FeedForward::Experts(builder.experts(&path, experts)?)
+            }
+            _ => FeedForward::Mlp(builder.mlp(&path)?),
+        };
+        let ranks = builder.rank.map_or(1, |rank| rank.size);
         Ok(Self {
             before_attention,
             attention: Attention {
@@ -271,29 +360,37 @@ impl Layer {
             },
             after_attention,
             before_mlp,
-            mlp: Mlp {
-                projections: gate_up,
-                down,
-                width: width / ranks,
-                activation: config.activation,
-            },
+            feed_forward,
             after_mlp,
             residual_multiplier: config.residual_multiplier,
         })
     }
 
+    /// The linear layers that adapters can have.
     pub fn linears(&self) -> Vec<&Linear> {
         let mut linears = match &self.attention.projections {
             QueryKeyValue::Separate { q, k, v } => vec![q, k, v],
             QueryKeyValue::Fused(qkv) => vec![qkv],
         };
         linears.push(&self.attention.output);
-        match &self.mlp.projections {
-            GateUp::Separate { gate, up } => linears.extend([gate, up]),
-            GateUp::Fused(gate_up) => linears.push(gate_up),
+        if let FeedForward::Mlp(mlp) = &self.feed_forward {
+            match &mlp.projections {
+                GateUp::Separate { gate, up } => linears.extend([gate, up]),
+                GateUp::Fused(gate_up) => linears.push(gate_up),
+            }
+            linears.push(&mlp.down);
         }
-        linears.push(&self.mlp.down);
         linears
+    }
+
+    /// All linear layers.
+    pub fn matrices(&self) -> Vec<&Linear> {
+        let mut matrices = self.linears();
+        if let FeedForward::Experts(Experts { router, experts, .. }) = &self.feed_forward {
+            matrices.push(router);
+            matrices.extend(experts.iter().flat_map(|it| [&it.gate, &it.up, &it.down]));
+        }
+        matrices
     }
 
     pub fn norms(&self) -> impl Iterator<Item = &Norm> {

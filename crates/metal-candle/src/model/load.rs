@@ -3,6 +3,7 @@
 use super::export::is_finite;
 use super::formats::checkpoint::Checkpoint;
 use super::formats::gguf_blocks::{BlockKind, read_blocks};
+use super::formats::mlx;
 use super::layer::{Kind, Source};
 use super::tensor_parallel::Cut;
 use super::weight::Storage;
@@ -291,9 +292,12 @@ impl<'f> Files<'f> {
             (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
         } else {
             let config = Config::load(path)?;
-            let checkpoint = Checkpoint::of(&config.raw)
+            let mut checkpoint = Checkpoint::of(&config.raw)
                 .map_err(|problem| Error::file(path.join("config.json"), problem))?;
-            let weights = Weights::open(path)?.check_finite(true);
+            let mut weights = Weights::open(path)?.check_finite(true);
+            if let Some(experts) = &config.experts {
+                mlx::unstack(experts, &mut weights, &mut checkpoint)?;
+            }
             (config, Stored::Folder { weights, checkpoint })
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {

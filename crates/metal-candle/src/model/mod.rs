@@ -394,14 +394,15 @@ impl Model {
         &self.weights
     }
 
+    /// The linear layers that adapters can have.
     pub(crate) fn linears(&self) -> impl Iterator<Item = &Linear> {
         self.layers.iter().flat_map(|layer| layer.linears())
     }
 
-    /// Every weight under its name in the checkpoint: of each layer the linear layers, then the norms.
+    /// Every weight under its name in the checkpoint: of each layer the linear layers, experts included, then the norms.
     pub(crate) fn named_weights(&self) -> impl Iterator<Item = (&str, WeightId)> {
         let layers = self.layers.iter().flat_map(|layer| {
-            let linears = layer.linears().into_iter();
+            let linears = layer.matrices().into_iter();
             let linears = linears.flat_map(|linear| [Some(linear.weight), linear.bias]).flatten();
             linears.chain(layer.norms().map(|norm| norm.weight))
         });
@@ -453,7 +454,7 @@ impl Source for Random {
         let tensor = match kind {
             Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
-            Kind::Linear | Kind::Table => {
+            Kind::Linear | Kind::Router | Kind::Table => {
                 let mut random = SplitMix64::stream(self.seed, self.index);
                 let count: usize = shape.iter().product();
                 let mut values: Vec<f32> = Vec::new();

@@ -209,7 +209,7 @@ impl Away {
         let number = layers.len();
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut matrices = Vec::new();
-        for linear in layer.linears() {
+        for linear in layer.matrices() {
             let id = linear.weight;
             let held = weights.get(id)?;
             let mut pieces = Vec::new();

@@ -99,7 +99,7 @@ impl Quantization {
         match kind {
             Kind::Linear => true,
             Kind::Table => self.tables,
-            Kind::Norm | Kind::Bias => false,
+            Kind::Norm | Kind::Bias | Kind::Router => false,
         }
     }
 

@@ -4,7 +4,7 @@
 //! residual stream by their inputs: what each rank computes of those is added up, twice a layer. Norms, the embedding and
 //! the residual stream are the same on all; the first rank alone has the head.
 
-use super::config::{Config, QueryKeyNorm};
+use super::config::{Config, ExpertsConfig, QueryKeyNorm};
 use super::layer::{Kind, Source};
 use super::weight::Storage;
 use crate::{Error, Result};
@@ -81,11 +81,12 @@ impl TensorRank {
                 config.architecture.model_type()
             )));
         }
-        for (what, count) in [
-            ("attention heads", config.heads),
-            ("key-value heads", config.kv_heads),
-            ("columns of the MLP (intermediate_size)", config.intermediate_size),
-        ] {
+        let has_mlp = config.layers.iter().any(|layer| !layer.has_experts);
+        let mlp = ("columns of the MLP (intermediate_size)", config.intermediate_size);
+        let expert = |experts: ExpertsConfig| ("columns of an expert", experts.width);
+        let widths = [has_mlp.then_some(mlp), config.experts.map(expert)];
+        let heads = [("attention heads", config.heads), ("key-value heads", config.kv_heads)];
+        for (what, count) in heads.into_iter().chain(widths.into_iter().flatten()) {
             if !count.is_multiple_of(size) {
                 let problem =
                     format!("is {size}, expected a divisor of the model's {count} {what}");

@@ -187,6 +187,45 @@ impl Weights {
         self
     }
 
+    /// Takes a tensor `(count, ..)` apart into as many, each with a name of its own.
+    ///
+    /// # Errors
+    /// [`Error::File`] when there is none, it has another number of them, or one of the names is there already.
+    pub(crate) fn unstack(
+        &mut self,
+        stacked: &str,
+        count: usize,
+        name: impl Fn(usize) -> String,
+    ) -> Result<()> {
+        let entry = self.entry(stacked)?;
+        let (file, start, bytes) = (entry.file, entry.start, entry.end - entry.start);
+        let (dtype, shape) = (entry.dtype.clone(), entry.shape.clone());
+        let place = self.path(entry).clone();
+        let problem =
+            |problem: String| Error::file(&place, format!("tensor {stacked:?} {problem}"));
+        let inner = match shape.split_first() {
+            Some((first, inner)) if *first == count && bytes.is_multiple_of(count) => inner,
+            _ => {
+                let expected =
+                    format!("has shape {shape:?}, expected {count} in the first dimension");
+                return Err(problem(expected));
+            }
+        };
+        let size = bytes / count;
+        self.entries.remove(stacked);
+        for index in 0..count {
+            let start = start + index * size;
+            let (dtype, shape, read) = (dtype.clone(), inner.to_vec(), AtomicBool::new(false));
+            let entry = Entry { file, start, end: start + size, dtype, shape, read };
+            let name = name(index);
+            if self.entries.contains_key(&name) {
+                return Err(problem(format!("has the weight {name:?}, which is there once more")));
+            }
+            self.entries.insert(name, entry);
+        }
+        Ok(())
+    }
+
     /// The files that hold the tensors.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|(path, _)| path.as_path())
@@ -904,6 +943,41 @@ mod tests {
         assert!(error.contains("inf at flat index 1"), "{error}");
         // Whose part it is tells.
         assert!(part(0, 0..5).is_ok() && part(1, 4..10).is_ok());
+    }
+
+    #[test]
+    fn a_stack_is_taken_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let numbers: Vec<f32> = (0..24).map(|number| number as f32).collect();
+        let open = |shape: &[usize], more: &[&str]| {
+            let stack = Tensor::from_vec(numbers.clone(), shape, &Device::Cpu).unwrap();
+            let mut tensors = HashMap::from([("stack".to_string(), stack.clone())]);
+            tensors.extend(more.iter().map(|name| (name.to_string(), stack.clone())));
+            candle_core::safetensors::save(&tensors, &path).unwrap();
+            Weights::from_files([&path]).unwrap()
+        };
+        let name = |index: usize| format!("part.{index}");
+        let mut weights = open(&[3, 4, 2], &[]);
+        weights.unstack("stack", 3, name).unwrap();
+        assert_eq!(weights.unread(), ["part.0", "part.1", "part.2"]);
+        let part = weights.tensor("part.1", &[4, 2], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(part.flatten_all().unwrap().to_vec1::<f32>().unwrap(), numbers[8..16]);
+        assert_eq!(weights.unread(), ["part.0", "part.2"]);
+        assert_eq!(weights.stored("part.2").unwrap().shape, [4, 2]);
+
+        for (shape, more, expected) in [
+            (
+                &[4, 3, 2][..],
+                &[][..],
+                "tensor \"stack\" has shape [4, 3, 2], expected 3 in the first",
+            ),
+            (&[24], &[], "expected 3 in the first"),
+            (&[3, 4, 2], &["part.2"], "has the weight \"part.2\", which is there once more"),
+        ] {
+            let error = open(shape, more).unstack("stack", 3, name).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error} lacks {expected}");
+        }
     }
 
     #[test]

@@ -5,10 +5,13 @@ use super::paged::{Paging, Pools};
 use super::{Pass, Spread};
 use crate::adapter::Adapter;
 use crate::autograd::{NormValues, Tape, Value};
-use crate::model::layer::{Attention, GateUp, Layer, Linear, Mlp, Norm, QueryKeyValue};
+use crate::model::layer::{
+    Attention, Experts, FeedForward, GateUp, Layer, Linear, Mlp, Norm, QueryKeyValue,
+};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
+use metal_candle_kernels::experts::Dispatch;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::recording;
 use std::sync::Arc;
@@ -70,7 +73,10 @@ impl Layer {
         let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended, pass)?);
         drop(attended);
         let read = Normed { stream: Stream { x, branch }, norm: self.before_mlp.as_ref() };
-        let (x, output) = self.mlp.forward(tape, read, pass)?;
+        let (x, output) = match &self.feed_forward {
+            FeedForward::Mlp(mlp) => mlp.forward(tape, read, pass)?,
+            FeedForward::Experts(experts) => experts.forward(tape, read, pass)?,
+        };
         let branch = Some(self.branch(tape, self.after_mlp.as_ref(), &output, pass)?);
         Ok(Stream { x, branch })
     }
@@ -243,6 +249,36 @@ impl Mlp {
         };
         let gated = (&gate, &up);
         let added = linear::forward_gated(&self.down, tape, gated, self.activation, pass)?;
+        Ok((stream, pass.whole(tape, added)?))
+    }
+}
+
+impl Experts {
+    /// The stream, and what this adds to it: the rows of each token's experts are gathered, expert by expert, and added
+    /// up by their weights.
+    fn forward(&self, tape: &Tape, read: Normed, pass: &Pass) -> Result<(Value, Value)> {
+        let (stream, normed) = read.stream.normed(tape, read.norm, pass)?;
+        let (batch, seq, hidden) = normed.tensor().dims3()?;
+        let tokens = batch * seq;
+        let logits = linear::forward_router(&self.router, tape, &normed, pass)?;
+        let logits = tape.reshape(&logits, (tokens, self.router.output))?;
+        let (weights, routes) = tape.route(&logits, self.active, self.normalized)?;
+        let Dispatch { tokens: rows, places, experts } = routes.dispatch();
+        let device = normed.tensor().device();
+        let count = rows.len();
+        let rows = Tensor::from_vec(rows, (1, count), device)?;
+        let places = Tensor::from_vec(places, (tokens, self.active), device)?;
+        let gathered = tape.rows(&tape.reshape(&normed, (tokens, hidden))?, &rows)?;
+        let sizes: Vec<usize> = experts.iter().map(|(_, rows)| *rows).collect();
+        let parts = tape.split(&gathered, &sizes, 1)?;
+        let outputs = experts.iter().zip(&parts).map(|((expert, _), part)| {
+            linear::forward_expert(&self.experts[*expert], tape, part, self.activation, pass)
+        });
+        let outputs = outputs.collect::<Result<Vec<_>>>()?;
+        let outputs = tape.concatenate(&outputs.iter().collect::<Vec<_>>(), 1)?;
+        let outputs = tape.reshape(&outputs, (count, hidden))?;
+        let added = tape.combine(&outputs, &weights, &places)?;
+        let added = tape.reshape(&added, (batch, seq, hidden))?;
         Ok((stream, pass.whole(tape, added)?))
     }
 }

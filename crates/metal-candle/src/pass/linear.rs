@@ -4,7 +4,7 @@ use super::Pass;
 use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
 use crate::autograd::{LoraValues, Matrix, ProjectionValues, Tape, Value};
-use crate::model::layer::{Linear, Norm};
+use crate::model::layer::{Expert, Linear, Norm};
 use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
@@ -16,6 +16,40 @@ use metal_candle_kernels::lora_linear::Dropout;
 pub(super) fn forward(layer: &Linear, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
     let [output] = forward_shared([layer], tape, x, pass)?;
     Ok(output)
+}
+
+/// The logits of a layer's experts.
+pub(super) fn forward_router(
+    router: &Linear,
+    tape: &Tape,
+    x: &Value,
+    pass: &Pass,
+) -> Result<Value> {
+    pass.with_adapters(tape, router.weight, x, |x, adapter| {
+        only(of_value(&[router], tape, x, pass, adapter)?)
+    })
+}
+
+/// An expert, of rows in any order. No adapter has an update for it; one that trains every weight has others in their
+/// place.
+pub(super) fn forward_expert(
+    Expert { gate, up, down }: &Expert,
+    tape: &Tape,
+    x: &Value,
+    activation: Activation,
+    pass: &Pass,
+) -> Result<Value> {
+    let replaces = |adapter: &Adapter| {
+        [gate, up, down].iter().any(|layer| adapter.replacement(layer.weight).is_some())
+    };
+    let adapter = pass.adapters.in_common(replaces).map_err(|_| {
+        Error::Unsupported("experts whose weights differ from row to row of a batch".into())
+    })?;
+    let adapter = adapter.map(|it| &**it);
+    let [gate, up] = as_many(of_value(&[gate, up], tape, x, pass, adapter)?)?;
+    let down = LayerValues::new(down, tape, x.tensor().dtype(), pass, adapter)?;
+    let output = tape.gated_projection(&gate, &up, activation, &down.projection(tape))?;
+    down.finish(tape, output)
 }
 
 /// One layer, of `activation(gate)·up`.

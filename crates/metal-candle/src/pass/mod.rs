@@ -371,7 +371,7 @@ impl Model {
         let is_trained = |layer: &Layer| {
             let replaced = |id| adapter.replacement(id).is_some();
             layer.norms().any(|norm| replaced(norm.weight))
-                || layer.linears().iter().any(|linear| {
+                || layer.matrices().iter().any(|linear| {
                     adapter.update(linear).is_some()
                         || replaced(linear.weight)
                         || linear.bias.is_some_and(replaced)

@@ -149,7 +149,9 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<Tensor>> {
-        if self.is_off || !Recording::is_supported(model.device()) || model.is_away() {
+        // The host chooses experts, in the middle of a pass.
+        let is_recordable = !model.is_away() && model.config().experts.is_none();
+        if self.is_off || !is_recordable || !Recording::is_supported(model.device()) {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model, cache)?;

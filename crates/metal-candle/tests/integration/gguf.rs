@@ -265,7 +265,7 @@ type Changes = &'static [(&'static str, &'static str)];
 
 /// The models of the fixtures, with what a change of `config.json` makes of those that llama.cpp has otherwise, and
 /// how many tokens fit into a window that it doesn't have.
-const MODELS: [(&str, Changes, usize); 19] = [
+const MODELS: [(&str, Changes, usize); 20] = [
     ("gemma2", &[("query_pre_attn_scalar", "12")], 12),
     ("gemma3-text", &[("query_pre_attn_scalar", "12")], 12),
     ("granite", &[], 12),
@@ -278,6 +278,7 @@ const MODELS: [(&str, Changes, usize); 19] = [
     ("ministral", &[], 6),
     ("ministral3", &[], 12),
     ("mistral", &[], 8),
+    ("mixtral", &[], 12),
     ("olmo2", &[], 12),
     ("phi3", &[], 10),
     ("phi3-longrope", &[], 12),

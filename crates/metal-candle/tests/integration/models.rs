@@ -38,12 +38,14 @@ pub const FAMILIES: &[&str] = &[
     "ministral",
     "ministral3",
     "mistral",
+    "mixtral",
     "olmo2",
     "phi3",
     "phi3-longrope",
     "phi4-mini",
     "qwen2",
     "qwen3",
+    "qwen3-moe",
     "smollm3",
 ];
 

@@ -3,7 +3,7 @@
 
 use crate::common::device;
 use crate::objectives;
-use crate::quantized::{IDS, config, gradients, logits, saved};
+use crate::quantized::{IDS, config, gradients, logits, saved, with_experts};
 use crate::training::{base, batcher, dataset, learning_rate, options, steady};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Merged, StartFrom};
@@ -206,19 +206,22 @@ fn assert_alike(name: &str, model: &Model, plain: &Model) {
 #[test]
 fn weights_that_come_for_their_layer_compute_the_same_bits() {
     let folder = saved(json!({ "num_hidden_layers": 3, "attention_bias": true }));
+    let mixture = saved(with_experts());
     let dora = LoraConfig { dora: true, ..LoraConfig::default() };
     let pissa = LoraConfig { start: StartFrom::Pissa, ..LoraConfig::default() };
     let cases = [
-        (None, LoraConfig::default()),
-        (None, dora),
-        (None, pissa),
-        (Some("nf4"), LoraConfig::default()),
-        (Some("mlx4"), LoraConfig::default()),
-        (Some("q4_k"), LoraConfig::default()),
-        (Some("q8_0"), LoraConfig::default()),
-        (Some("nvfp4"), LoraConfig::default()),
+        (&folder, None, LoraConfig::default()),
+        (&folder, None, dora),
+        (&folder, None, pissa),
+        (&folder, Some("nf4"), LoraConfig::default()),
+        (&folder, Some("mlx4"), LoraConfig::default()),
+        (&folder, Some("q4_k"), LoraConfig::default()),
+        (&folder, Some("q8_0"), LoraConfig::default()),
+        (&folder, Some("nvfp4"), LoraConfig::default()),
+        (&mixture, None, LoraConfig::default()),
+        (&mixture, Some("q4_k"), LoraConfig::default()),
     ];
-    for (word, lora) in cases {
+    for (folder, word, lora) in cases {
         let name = format!("{word:?} {:?}", lora.start);
         let plain = load(folder.path(), word, Placement::Device);
         let expected = computed(&plain, &lora);
@@ -415,8 +418,13 @@ fn most_apart(a: &[f32], b: &[f32]) -> f32 {
 
 #[test]
 fn ranks_that_train_every_weight_follow_one() {
-    for tied in [false, true] {
-        let folder = saved(json!({ "tie_word_embeddings": tied, "attention_bias": true }));
+    let with_biases = |tied: bool| json!({ "tie_word_embeddings": tied, "attention_bias": true });
+    // Of so many experts some read no token of a step.
+    let mut mixture = with_experts();
+    (mixture["num_experts"], mixture["moe_intermediate_size"]) = (json!(24), json!(32));
+    for (tied, changes) in [with_biases(false), with_biases(true), mixture].into_iter().enumerate()
+    {
+        let folder = saved(changes);
         let begun = weights_in(folder.path());
         // Of 4 rows the ranks give each other the gradients of the embedding's rows; 24 read more than it has. The last
         // batch of an epoch has one row: the other ranks have none of it.

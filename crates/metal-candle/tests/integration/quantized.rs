@@ -34,6 +34,30 @@ pub fn config(changes: Value) -> Config {
     Config::from_json(&config.to_string()).unwrap()
 }
 
+/// What makes experts of the MLPs, under Qwen's names.
+pub fn with_experts() -> Value {
+    json!({
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": true,
+    })
+}
+
+/// The same under Mixtral's.
+fn as_mixtral() -> Value {
+    json!({
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+    })
+}
+
 /// A model with random weights in a folder.
 pub fn saved(changes: Value) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +124,13 @@ fn an_adapter_is_not_merged_a_weight_at_a_time_into_a_model_in_fewer_bits() {
 
 #[test]
 fn every_format_computes_with_the_numbers_it_holds() {
-    let folder = saved(json!({}));
+    for changes in [json!({}), with_experts()] {
+        computes_with_the_numbers_it_holds(changes);
+    }
+}
+
+fn computes_with_the_numbers_it_holds(changes: Value) {
+    let folder = saved(changes);
     let whole = logits(&Model::load(folder.path(), DType::F32, &device()).unwrap(), None);
     for word in Quantization::names() {
         let model = Arc::new(quantized(folder.path(), word).unwrap());
@@ -155,7 +185,8 @@ fn every_format_computes_with_the_numbers_it_holds() {
 
 #[test]
 fn what_is_written_is_read_as_it_was_and_says_the_same() {
-    for changes in [json!({}), json!({ "hidden_size": 96, "tie_word_embeddings": true })] {
+    let narrow = json!({ "hidden_size": 96, "tie_word_embeddings": true });
+    for changes in [json!({}), narrow, with_experts(), as_mixtral()] {
         let folder = saved(changes.clone());
         let dense = Model::load(folder.path(), DType::F32, &device()).unwrap();
         let whole = logits(&dense, None);
@@ -172,6 +203,11 @@ fn what_is_written_is_read_as_it_was_and_says_the_same() {
                 // Rows of 96 aren't whole groups of 64, which MLX refuses and bitsandbytes doesn't mind.
                 let result = dense.save_as(&path, format, None);
                 assert_eq!(result.is_err(), word.starts_with("mlx"), "{word}");
+                continue;
+            }
+            if changes.get("num_experts_per_tok").is_some() && ["nf4", "fp4"].contains(&word) {
+                let error = dense.save_as(&path, format, None).unwrap_err().to_string();
+                assert!(error.contains("a model with experts in"), "{error}");
                 continue;
             }
             dense.save_as(&path, format, None).unwrap();

@@ -3,7 +3,7 @@
 use crate::common::device;
 use crate::engine::{options, request, requests, together, tokenizer};
 use crate::models::{FAMILIES, folder, load, random_adapter};
-use crate::quantized::{IDS, config, saved};
+use crate::quantized::{IDS, config, saved, with_experts};
 use metal_candle::adapter::{Adapter, Biases, LoraConfig, StartFrom, Targets};
 use metal_candle::autograd::Tape;
 use metal_candle::devices;
@@ -137,6 +137,14 @@ fn weights_in_fewer_bits_are_those_of_the_whole() {
             let split = split(folder.path(), count, word).unwrap();
             assert_near(&scored(&split, None), &expected, &format!("{word:?} of {count} ranks"));
         }
+    }
+    let mut mixture = with_experts();
+    (mixture["moe_intermediate_size"], mixture["head_dim"]) = (json!(512), json!(128));
+    let folder = saved(mixture);
+    for word in [None, Some("nf4"), Some("q4_k")] {
+        let expected = scored(&whole(folder.path(), word), None);
+        let split = split(folder.path(), 2, word).unwrap();
+        assert_near(&scored(&split, None), &expected, &format!("{word:?} of experts"));
     }
     // Blocks of 256 of 128 inputs each.
     let small = saved(json!({ "hidden_size": 256, "intermediate_size": 256, "head_dim": 64 }));

@@ -527,6 +527,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         "phi3-longrope",
         "qwen2",
         "qwen3",
+        "qwen3-moe",
         "smollm3",
     ];
     let run = |name: &str, full: bool, device: &Device| {
@@ -562,7 +563,11 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         "column_sums_$",
         "copy_strided_4",
         "embedding_backward_$",
+        "experts_backward_$",
+        "experts_combine_$",
         "few_rows_1_$",
+        "few_rows_4_$",
+        "few_rows_8_$",
         "fill_zeros",
         "rms_norm_weight_$",
         "sum_groups",

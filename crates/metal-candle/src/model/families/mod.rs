@@ -1,7 +1,7 @@
 //! Families of models: a file each says what a family's `config.json` means.
 //!
 //! A family's `read` starts with what all have in common ([`Config::common`], with the defaults of its
-//! configuration class in `transformers`) and states what differs. Another dense family is a file here, its two
+//! configuration class in `transformers`) and states what differs. Another family is a file here, its two
 //! lines in this one, and its fixture.
 
 mod gemma2;
@@ -11,10 +11,12 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod smollm3;
 #[cfg(test)]
 pub(super) mod testing;
@@ -49,13 +51,15 @@ impl Eq for Architecture {}
 
 impl Architecture {
     /// Every supported family.
-    pub const ALL: [&'static Self; 12] = [
+    pub const ALL: [&'static Self; 14] = [
         &llama::FAMILY,
         &mistral::FAMILY,
+        &mixtral::FAMILY,
         &ministral::FAMILY,
         &ministral3::FAMILY,
         &qwen2::FAMILY,
         &qwen3::FAMILY,
+        &qwen3_moe::FAMILY,
         &gemma2::FAMILY,
         &gemma3::FAMILY,
         &phi3::FAMILY,

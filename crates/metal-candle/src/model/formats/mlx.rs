@@ -1,9 +1,13 @@
 //! MLX's quantised matrices: `weight` `(out, in·bits/32)` u32, whose codes begin at the lowest bits, `scales` `(out, in/group)`
 //! and, in mode `affine`, `biases`.
 
+use super::checkpoint::Checkpoint;
 use super::{
     Parsed, Part, Stored, assembled, bytes_of, bytes_tensor, on_host, required, stored_floats,
 };
+use crate::Result;
+use crate::model::Weights;
+use crate::model::config::ExpertsConfig;
 use candle_core::Tensor;
 use metal_candle_kernels::quantized::{E2M1, Levels, Quantized, Scales};
 use serde_json::{Map, Value};
@@ -134,9 +138,65 @@ pub(crate) fn write(mode: Mode, matrix: &Quantized) -> Parsed<Vec<Part>> {
     Ok([weight].into_iter().chain(scales).collect())
 }
 
-/// Says beside transformers 5's `rope_parameters`, of which most models of mlx-lm know nothing, what they say in the keys
-/// that came before them.
-pub(crate) fn say_rope_outside(config: &mut Map<String, Value>) {
+/// What mlx-lm calls the projections of all experts of a layer.
+const STACK: &str = "switch_mlp";
+const STACKED: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// The tensor of mlx-lm that has a part of an expert's matrix among those of the others.
+pub(crate) fn stacked(experts: &ExpertsConfig, name: &str) -> Option<String> {
+    let module = experts.names.module;
+    let (layer, rest) = name.split_once(&format!(".{module}.experts."))?;
+    let (_, rest) = rest.split_once('.')?;
+    let (projection, part) = rest.split_once('.')?;
+    let place = experts.names.projections.iter().position(|it| *it == projection)?;
+    Some(format!("{layer}.{module}.{STACK}.{}.{part}", STACKED[place]))
+}
+
+/// The names of the experts' parts in a tensor of mlx-lm that has them all, or in a path that stands for all.
+fn apart<'n>(experts: &'n ExpertsConfig, name: &'n str) -> Option<impl Fn(usize) -> String + 'n> {
+    let module = experts.names.module;
+    let (layer, rest) = name.split_once(&format!(".{module}.{STACK}."))?;
+    let (projection, part) = match rest.split_once('.') {
+        Some((projection, part)) => (projection, format!(".{part}")),
+        None => (rest, String::new()),
+    };
+    let place = STACKED.iter().position(|it| *it == projection)?;
+    let projection = experts.names.projections[place];
+    Some(move |expert| format!("{layer}.{module}.experts.{expert}.{projection}{part}"))
+}
+
+/// Takes tensors of all experts of a layer apart, and what is said of them.
+pub(crate) fn unstack(
+    experts: &ExpertsConfig,
+    weights: &mut Weights,
+    checkpoint: &mut Checkpoint,
+) -> Result<()> {
+    let names: Vec<String> = weights.names().map(String::from).collect();
+    for name in &names {
+        if let Some(of_expert) = apart(experts, name) {
+            weights.unstack(name, experts.count, of_expert)?;
+        }
+    }
+    if let Checkpoint::Mlx { layers, .. } = checkpoint {
+        let said: Vec<(String, Mode)> =
+            layers.iter().map(|(path, mode)| (path.clone(), *mode)).collect();
+        for (path, mode) in &said {
+            if let Some(of_expert) = apart(experts, path) {
+                layers.extend((0..experts.count).map(|expert| (of_expert(expert), *mode)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Says beside keys of transformers 5 that most models of mlx-lm know nothing of what they say in those that came before
+/// them: `rope_parameters`, and the number of Qwen's experts.
+pub(crate) fn say_as_before(config: &mut Map<String, Value>) {
+    if let Some(count) = config.get("num_local_experts").cloned()
+        && config.get("model_type").is_some_and(|kind| kind == "qwen3_moe")
+    {
+        config.insert("num_experts".into(), count);
+    }
     let Some(Value::Object(parameters)) = config.get("rope_parameters").cloned() else { return };
     // Where the kinds of layers differ, the key `rope_scaling` was for those without a window.
     let of = |kind: &str| parameters.get(kind).and_then(Value::as_object);

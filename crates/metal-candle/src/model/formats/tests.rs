@@ -604,7 +604,7 @@ fn numbers_are_rounded_from_f32() {
 fn mlx_lm_is_told_the_rope_in_its_own_keys() {
     let told = |config: serde_json::Value| {
         let serde_json::Value::Object(mut config) = config else { panic!("an object") };
-        mlx::say_rope_outside(&mut config);
+        mlx::say_as_before(&mut config);
         config.remove("rope_parameters");
         serde_json::Value::Object(config)
     };
