@@ -14,6 +14,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod grouped;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]

@@ -1,4 +1,5 @@
 use super::*;
+use crate::quantized::{Format, Quantized, Weight, quantize};
 use crate::testing::*;
 
 /// Of 5 tokens 2 of 4 experts each.
@@ -220,4 +221,144 @@ fn cuda_agrees_with_the_cpu() {
     let found = combine(&low(&[4, 8]), &low(&[2, 2]), &there(&outside, &device)).unwrap();
     let found = values(&here(&found));
     assert!(found[..8].iter().all(|it| it.is_finite()) && found[8..].iter().all(|it| it.is_nan()));
+}
+
+/// Rows of experts: few, many, and as many as a few are at most.
+const ROWS: [usize; 6] = [1, 4, 19, 2, 5, 3];
+
+fn experts<'a, T>(weights: &'a [[T; 2]]) -> Vec<grouped::Expert<'a>>
+where
+    Weight<'a>: From<&'a T>,
+{
+    let expert = |(rows, weights): (usize, &'a [T; 2])| {
+        let weights = weights.each_ref().map(Weight::from).to_vec();
+        grouped::Expert { rows, weights }
+    };
+    ROWS.into_iter().zip(weights).map(expert).collect()
+}
+
+/// Each row's product with its expert's weight, by Candle.
+fn by_rows(x: &Tensor, weights: &[[Tensor; 2]], layer: usize) -> Tensor {
+    let mut start = 0;
+    let parts = ROWS.iter().zip(weights).map(|(rows, weights)| {
+        start += rows;
+        let part = x.narrow(0, start - rows, *rows).unwrap().contiguous().unwrap();
+        part.matmul(&weights[layer].t().unwrap()).unwrap()
+    });
+    Tensor::cat(&parts.collect::<Vec<_>>(), 0).unwrap()
+}
+
+fn weights_of(inner: usize, dtype: DType) -> Vec<[Tensor; 2]> {
+    let weight = |seed| random(&[37, inner], seed).to_dtype(dtype).unwrap();
+    (0..ROWS.len() as u64).map(|seed| [weight(10 + seed), weight(20 + seed)]).collect()
+}
+
+#[test]
+fn grouped_products_are_those_of_each_expert() {
+    let total = ROWS.iter().sum::<usize>();
+    for inner in [5, 64, 130] {
+        let (x, exact) = (random(&[total, inner], 1), weights_of(inner, DType::F64));
+        for (layer, y) in grouped::forward(&x, &experts(&exact)).unwrap().iter().enumerate() {
+            assert_close(y, &by_rows(&x, &exact, layer), 1e-13);
+        }
+        for (dtype, tolerance) in PRECISIONS {
+            let low = strided(&x.to_dtype(dtype).unwrap());
+            let weights = weights_of(inner, dtype);
+            let wide: Vec<[Tensor; 2]> =
+                exact.iter().map(|pair| pair.each_ref().map(|it| rounded(it, dtype))).collect();
+            let of_both = [false, true].map(|invariant| {
+                crate::batch_invariance::within(invariant, || {
+                    grouped::forward(&low, &experts(&weights)).unwrap()
+                })
+            });
+            for found in of_both {
+                for (layer, y) in found.iter().enumerate() {
+                    assert_eq!((y.dtype(), y.dims()), (dtype, &[total, 37][..]));
+                    assert_close(y, &by_rows(&rounded(&x, dtype), &wide, layer), tolerance);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn grouped_products_by_packed_weights_are_those_of_their_numbers() {
+    let total = ROWS.iter().sum::<usize>();
+    let x = random(&[total, 256], 1);
+    for format in
+        [Format::Nf4 { block: 64, nested: true }, Format::Q4K, Format::Q8_0, Format::Int8Rows]
+    {
+        let packed: Vec<[Quantized; 2]> = weights_of(256, DType::F32)
+            .iter()
+            .map(|pair| pair.each_ref().map(|it| quantize(it, format).unwrap()))
+            .collect();
+        let dense: Vec<[Tensor; 2]> = packed
+            .iter()
+            .map(|pair| pair.each_ref().map(|it| it.dequantize(DType::F32).unwrap()))
+            .collect();
+        for (dtype, tolerance) in PRECISIONS {
+            let x = x.to_dtype(dtype).unwrap();
+            let groups = experts(&packed);
+            let found = grouped::forward(&x, &groups).unwrap();
+            let expected = grouped::forward(&x, &experts(&dense)).unwrap();
+            let dys: Vec<_> = found.iter().map(Some).collect();
+            let dx = grouped::backward_input(&dys, &groups).unwrap();
+            assert_close(
+                &dx,
+                &grouped::backward_input(&dys, &experts(&dense)).unwrap(),
+                4.0 * tolerance,
+            );
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(found, expected, 2.0 * tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_grouped_rows_matches_finite_differences() {
+    let total = ROWS.iter().sum::<usize>();
+    let (x, weights) = (random(&[total, 7], 1), weights_of(7, DType::F64));
+    let dys = [random(&[total, 37], 2), random(&[total, 37], 3)];
+    for used in [[true, true], [false, true], [true, false]] {
+        let given: Vec<_> = dys.iter().zip(used).map(|(dy, used)| used.then_some(dy)).collect();
+        let dx = grouped::backward_input(&given, &experts(&weights)).unwrap();
+        assert_gradient(&x, &dx, |x| {
+            let ys = grouped::forward(x, &experts(&weights))?;
+            let products = ys.iter().zip(&given).filter_map(|(y, dy)| Some((y, (*dy)?)));
+            products.map(|(y, dy)| inner_product(y, dy)).sum()
+        });
+    }
+}
+
+#[test]
+fn threads_do_not_change_the_bits_of_grouped_products() {
+    let total = ROWS.iter().sum::<usize>();
+    for dtype in [DType::F32, DType::BF16] {
+        let (x, weights) =
+            (random(&[total, 520], 1).to_dtype(dtype).unwrap(), weights_of(520, dtype));
+        assert_independent_of_threads(|| grouped::forward(&x, &experts(&weights)).unwrap());
+    }
+}
+
+#[test]
+fn wrong_groups_are_refused() {
+    let total = ROWS.iter().sum::<usize>();
+    let (x, weights) = (random(&[total, 7], 1), weights_of(7, DType::F64));
+    let all = experts(&weights);
+    let error = message(grouped::forward(&x, &[]));
+    assert!(error.contains("no experts"), "{error}");
+    let error = message(grouped::forward(&x, &all[1..]));
+    assert!(error.contains("the experts have 33 rows, expected those of [34, 7]"), "{error}");
+    let error = message(grouped::forward(&random(&[total, 8], 1), &all));
+    assert!(error.contains("an expert has weights [(37, 7), (37, 7)]"), "{error}");
+    let mut one = all.clone();
+    one[3].weights.pop();
+    let error = message(grouped::forward(&x, &one));
+    assert!(error.contains("[(37, 7)] beside [(37, 7), (37, 7)]"), "{error}");
+    let error = message(grouped::backward_input(&[None, None], &all));
+    assert!(error.contains("no gradient"), "{error}");
+    let dy = random(&[total, 36], 1);
+    let error = message(grouped::backward_input(&[Some(&dy), None], &all));
+    assert!(error.contains("dy has shape [34, 36], expected [34, 37]"), "{error}");
 }

@@ -21,6 +21,9 @@ pub(crate) struct Layer<'a, A> {
     pub bias: Option<&'a [A]>,
 }
 
+/// A layer with its packed input.
+type Packed<'a, A> = (&'a Packs<'a, A>, Layer<'a, A>);
+
 /// How `x` by a weight is multiplied.
 pub(crate) fn kind_of<A>(x: Values<A>, weight: Values<A>) -> Kind {
     match (x, weight) {
@@ -116,23 +119,35 @@ pub(crate) fn forward_many<T: Element>(
     added: &[Option<Term<T::Acc>>],
     ys: &mut [&mut [T]],
 ) {
+    let layers: Vec<_> = layers.iter().map(|layer| (packs, *layer)).collect();
+    multiply(&layers, added, ys);
+}
+
+/// [`forward_many`] of layers with packed inputs of their own.
+fn multiply<T: Element>(
+    layers: &[Packed<T::Acc>],
+    added: &[Option<Term<T::Acc>>],
+    ys: &mut [&mut [T]],
+) {
     let terms: Vec<Vec<Term<T::Acc>>> = layers
         .iter()
         .zip(added)
-        .map(|(layer, added)| [packs.term(layer.weight)].into_iter().chain(*added).collect())
+        .map(|((packs, layer), added)| {
+            [packs.term(layer.weight)].into_iter().chain(*added).collect()
+        })
         .collect();
     let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
     let finishes: Vec<_> = layers
         .iter()
         .zip(&targets)
-        .map(|(layer, target)| {
+        .map(|((_, layer), target)| {
             move |block: Block<T::Acc>| store(block, layer.outer, layer.bias, target)
         })
         .collect();
     let jobs: Vec<_> = layers
         .iter()
         .zip(terms.iter().zip(&finishes))
-        .map(|(layer, (terms, finish))| Job {
+        .map(|((packs, layer), (terms, finish))| Job {
             rows: packs.rows,
             columns: layer.outer,
             terms,
@@ -181,62 +196,91 @@ const LINES: usize = 64;
 pub(crate) fn forward_few<T: Element>(
     rows: usize,
     inner: usize,
-    (stored, x): (Values<T::Acc>, &[T::Acc]),
+    x: (Values<T::Acc>, &[T::Acc]),
     layers: &[Layer<T::Acc>],
     ys: &mut [&mut [T]],
     add: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
 ) {
-    let matrices = layers.iter().filter_map(|layer| match layer.weight {
-        Values::Quantized(matrix) => Some(matrix),
-        _ => None,
-    });
-    // As more rows are multiplied, so that a row has the same bits beside any number of others.
-    let takes_lines =
-        |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
-    let lines = layers.iter().find(|layer| takes_lines(layer.weight));
-    let quantized_rows = quantized::Rows::new(rows, inner, (stored, x), matrices);
-    let packed = lines.map(|layer| {
-        let operand = Operand::lines(stored, inner);
-        Lhs::pack_here(kind_of(stored, layer.weight), rows, inner, operand)
-    });
+    let few = FewRows::new(rows, inner, x, layers);
     each_output(
-        rows,
         inner,
         layers,
         ys,
+        |_| rows,
         #[inline(always)]
-        |weight, outputs, sums| match (weight, &packed) {
-            (Values::Quantized(matrix), _) => quantized_rows.dots(matrix, outputs, sums),
-            (weight @ Values::Bf16(_), Some(lhs)) => {
-                let (count, stride) = (outputs.len(), sum_stride(outputs.len()));
-                let mut wide = Scratch::new(sum_count(rows, stride));
-                let term = Term::Numbers { lhs, rhs: Operand::lines(weight, inner) };
-                add_terms(&[term], 0..rows, outputs, &mut wide, stride);
-                for (sums, wide) in sums.chunks_exact_mut(count).zip(wide.chunks(stride)) {
-                    sums.copy_from_slice(&wide[..count]);
-                }
-            }
-            (weight, _) => dots(rows, inner, x, weight, inner, outputs, sums),
-        },
+        |index, outputs, sums| few.dots(layers[index].weight, outputs, sums),
         add,
     );
 }
 
-/// Writes some outputs at a time of each layer: their products with the weight, which `dots(weight, outputs, sums)`
-/// finds, what `add` adds to them, and the bias.
+/// A few rows, made ready for a pass over each of some matrices as it lies.
+struct FewRows<'a, A> {
+    rows: usize,
+    inner: usize,
+    x: &'a [A],
+    quantized: quantized::Rows<'a, A>,
+    packed: Option<Lhs<A>>,
+}
+
+impl<'a, A: Real> FewRows<'a, A> {
+    /// `x` `(rows, inner)`, as it is stored and as it is computed with, for these layers.
+    fn new(
+        rows: usize,
+        inner: usize,
+        (stored, x): (Values<A>, &'a [A]),
+        layers: &[Layer<A>],
+    ) -> Self {
+        let matrices = layers.iter().filter_map(|layer| match layer.weight {
+            Values::Quantized(matrix) => Some(matrix),
+            _ => None,
+        });
+        // As more rows are multiplied, so that a row has the same bits beside any number of others.
+        let takes_lines =
+            |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
+        let lines = layers.iter().find(|layer| takes_lines(layer.weight));
+        let quantized = quantized::Rows::new(rows, inner, (stored, x), matrices);
+        let packed = lines.map(|layer| {
+            let operand = Operand::lines(stored, inner);
+            Lhs::pack_here(kind_of(stored, layer.weight), rows, inner, operand)
+        });
+        Self { rows, inner, x, quantized, packed }
+    }
+
+    /// The products with some lines of a weight: `sums` `(rows, outputs)`.
+    #[inline(always)]
+    fn dots(&self, weight: Values<A>, outputs: Range<usize>, sums: &mut [A]) {
+        let Self { rows, inner, x, quantized, packed } = self;
+        match (weight, packed) {
+            (Values::Quantized(matrix), _) => quantized.dots(matrix, outputs, sums),
+            (weight @ Values::Bf16(_), Some(lhs)) => {
+                let (count, stride) = (outputs.len(), sum_stride(outputs.len()));
+                let mut wide = Scratch::new(sum_count(*rows, stride));
+                let term = Term::Numbers { lhs, rhs: Operand::lines(weight, *inner) };
+                add_terms(&[term], 0..*rows, outputs, &mut wide, stride);
+                for (sums, wide) in sums.chunks_exact_mut(count).zip(wide.chunks(stride)) {
+                    sums.copy_from_slice(&wide[..count]);
+                }
+            }
+            (weight, _) => dots(*rows, *inner, x, weight, *inner, outputs, sums),
+        }
+    }
+}
+
+/// Writes some outputs at a time of each layer, of `rows(index of the layer)` rows: their products with the weight, which
+/// `dots(index, outputs, sums)` finds, what `add` adds to them, and the bias.
 #[inline(always)]
 fn each_output<T: Element>(
-    rows: usize,
     inner: usize,
     layers: &[Layer<T::Acc>],
     ys: &mut [&mut [T]],
-    dots: impl Fn(Values<T::Acc>, Range<usize>, &mut [T::Acc]) + Sync,
+    rows: impl Fn(usize) -> usize + Sync,
+    dots: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
     add: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
 ) {
     let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
     let tasks = |layer: &Layer<T::Acc>| layer.outer.div_ceil(OUTPUTS);
-    let total: usize = layers.iter().map(|layer| layer.outer).sum();
-    let parallel = rows * inner * total > PARALLEL_MULTIPLICATIONS;
+    let outputs = layers.iter().enumerate().map(|(index, layer)| rows(index) * layer.outer);
+    let parallel = inner * outputs.sum::<usize>() > PARALLEL_MULTIPLICATIONS;
     for_each_index(
         layers.iter().map(tasks).sum(),
         parallel,
@@ -247,12 +291,12 @@ fn each_output<T: Element>(
                 task -= tasks(&layers[index]);
                 index += 1;
             }
-            let layer = &layers[index];
+            let (layer, rows) = (&layers[index], rows(index));
             let outputs = task * OUTPUTS..(task * OUTPUTS + OUTPUTS).min(layer.outer);
             let count = outputs.len();
             let mut sums = [T::Acc::ZERO; FEW_ROWS * OUTPUTS];
             let sums = &mut sums[..rows * count];
-            dots(layer.weight, outputs.clone(), sums);
+            dots(index, outputs.clone(), sums);
             add(index, outputs.clone(), sums);
             for row in 0..rows {
                 let sums = &mut sums[row * count..][..count];
@@ -267,6 +311,70 @@ fn each_output<T: Element>(
             }
         },
     );
+}
+
+/// Rows that some layers read, and no others.
+pub(crate) struct Group<'a, A> {
+    pub rows: usize,
+    /// `(rows, inner)`
+    pub x: Values<'a, A>,
+    pub layers: Vec<Layer<'a, A>>,
+}
+
+/// `y = x·Wᵀ + bias` for the rows of each group and its layers: `ys` `(rows, outer)`, those of a group one after the other.
+/// All groups with a few rows are one loop, and all with many.
+pub(crate) fn forward_groups<T: Element>(
+    inner: usize,
+    groups: &[Group<T::Acc>],
+    ys: Vec<&mut [T]>,
+) {
+    let mut ys = ys.into_iter();
+    let (mut few, mut many) = (Vec::new(), Vec::new());
+    for group in groups {
+        let targets = ys.by_ref().take(group.layers.len());
+        if group.rows <= FEW_ROWS {
+            few.push((group, targets.collect::<Vec<_>>()));
+        } else {
+            many.push((group, targets.collect::<Vec<_>>()));
+        }
+    }
+
+    let mut scratches: Vec<_> =
+        few.iter().map(|(group, _)| Scratch::new(group.rows * inner)).collect();
+    let rows = few.iter().zip(&mut scratches).map(|((group, _), scratch)| {
+        let wide = widened(group.x, scratch);
+        FewRows::new(group.rows, inner, (group.x, wide), &group.layers)
+    });
+    let rows: Vec<_> = rows.collect();
+    let layers: Vec<Layer<T::Acc>> =
+        few.iter().flat_map(|(group, _)| group.layers.iter().copied()).collect();
+    let numbers = few.iter().enumerate();
+    let of_layers: Vec<usize> = numbers
+        .flat_map(|(number, (group, _))| std::iter::repeat_n(number, group.layers.len()))
+        .collect();
+    let mut targets: Vec<_> = few.into_iter().flat_map(|(_, targets)| targets).collect();
+    each_output(
+        inner,
+        &layers,
+        &mut targets,
+        |index| rows[of_layers[index]].rows,
+        #[inline(always)]
+        |index, outputs, sums| rows[of_layers[index]].dots(layers[index].weight, outputs, sums),
+        #[inline(always)]
+        |_, _, _| {},
+    );
+
+    let packs: Vec<_> = many
+        .iter()
+        .map(|(group, _)| Packs::new(group.rows, inner, group.x, &group.layers, |_| false))
+        .collect();
+    let layers: Vec<Packed<T::Acc>> = many
+        .iter()
+        .zip(&packs)
+        .flat_map(|((group, _), packs)| group.layers.iter().map(move |layer| (packs, *layer)))
+        .collect();
+    let mut targets: Vec<_> = many.into_iter().flat_map(|(_, targets)| targets).collect();
+    multiply(&layers, &vec![None; layers.len()], &mut targets);
 }
 
 /// The numbers as they are computed with.

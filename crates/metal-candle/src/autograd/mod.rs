@@ -13,5 +13,5 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use ops::{HeadValues, LoraValues, Loss, Matrix, NormValues, ProjectionValues};
+pub use ops::{ExpertValues, HeadValues, LoraValues, Loss, Matrix, NormValues, ProjectionValues};
 pub use tape::{GradientSink, Parameter, ParameterId, Segment, TableGradient, Tape, Value};

@@ -24,6 +24,18 @@ pub struct LoraValues<'a> {
     pub dropout: Option<lora_linear::Dropout>,
 }
 
+/// The rows of an expert, and the matrices `(out, in)` that they are multiplied by.
+#[derive(Clone, Debug)]
+pub struct ExpertValues {
+    /// How many rows it has.
+    pub rows: usize,
+    /// Of each of its layers that read them.
+    pub weights: Vec<Matrix>,
+}
+
+/// Where an expert's rows begin and how many there are; its matrices, and of a dense one whether it is trained.
+type SavedExpert = ((usize, usize), Vec<(SavedMatrix, Option<bool>)>);
+
 /// A matrix `(out, in)` that an operation reads: a value of the tape, or a frozen one in fewer bits.
 #[derive(Clone, Debug)]
 pub enum Matrix {
@@ -856,21 +868,6 @@ impl Tape {
         })
     }
 
-    /// Tensors one after the other along dimension `dim`.
-    pub fn concatenate(&self, parts: &[&Value], dim: usize) -> Result<Value> {
-        let tensors: Vec<&Tensor> = parts.iter().map(|part| part.tensor()).collect();
-        let sizes = tensors.iter().map(|part| part.dim(dim));
-        let sizes = sizes.collect::<candle_core::Result<Vec<_>>>()?;
-        self.push(parts, copy::join(&tensors, dim)?, move |dy| {
-            let mut start = 0;
-            let pieces = sizes.into_iter().map(|size| {
-                start += size;
-                dy.narrow(dim, start - size, size).map(Some)
-            });
-            Ok(pieces.collect::<candle_core::Result<_>>()?)
-        })
-    }
-
     /// The experts of each token by `logits (tokens, experts)`, and their weights `(tokens, active)` in f32.
     pub fn route(
         &self,
@@ -886,6 +883,64 @@ impl Tape {
             Ok(vec![Some(copy::cast(&saved.backward(&dweights)?, dtype)?)])
         })?;
         Ok((weights, routes))
+    }
+
+    /// `x (rows, in)` whose rows are those of the experts in their order, times each of an expert's matrices: a value
+    /// `(rows, out)` for each.
+    pub fn grouped(&self, x: &Value, experts: &[ExpertValues]) -> Result<Vec<Value>> {
+        let borrowed = experts.iter().map(|expert| experts::grouped::Expert {
+            rows: expert.rows,
+            weights: expert.weights.iter().map(Matrix::as_weight).collect(),
+        });
+        let outputs = experts::grouped::forward(x.tensor(), &borrowed.collect::<Vec<_>>())?;
+        let mut inputs = vec![x];
+        let weights = experts.iter().flat_map(|expert| &expert.weights);
+        inputs.extend(weights.filter_map(|weight| match weight {
+            Matrix::Dense(value) => Some(value),
+            Matrix::Quantized(_) => None,
+        }));
+        let needs_dx = x.needs_gradient();
+        let trains = inputs[1..].iter().any(|weight| weight.needs_gradient());
+        let saved_x = trains.then(|| x.tensor().clone());
+        let mut start = 0;
+        let saved: Vec<SavedExpert> = experts
+            .iter()
+            .map(|ExpertValues { rows, weights }| {
+                let place = (start, *rows);
+                start += rows;
+                let weights = weights.iter().map(|weight| {
+                    let is_dense = matches!(weight, Matrix::Dense(_));
+                    (weight.save(), is_dense.then(|| weight.needs_gradient()))
+                });
+                (place, weights.collect())
+            })
+            .collect();
+        self.push_many(&inputs, outputs, move |dys| {
+            let mut gradients = vec![None];
+            if needs_dx && dys.iter().any(Option::is_some) {
+                let experts = saved.iter().map(|((_, rows), weights)| experts::grouped::Expert {
+                    rows: *rows,
+                    weights: weights.iter().map(|(weight, _)| weight.as_weight()).collect(),
+                });
+                let dys: Vec<_> = dys.iter().map(Option::as_ref).collect();
+                let experts: Vec<_> = experts.collect();
+                gradients[0] = Some(experts::grouped::backward_input(&dys, &experts)?);
+            }
+            for ((start, rows), weights) in &saved {
+                for ((_, is_trained), dy) in weights.iter().zip(&dys) {
+                    let Some(is_trained) = *is_trained else { continue };
+                    gradients.push(match (&saved_x, dy) {
+                        (Some(x), Some(dy)) if is_trained => {
+                            let (x, dy) =
+                                (x.narrow(0, *start, *rows)?, dy.narrow(0, *start, *rows)?);
+                            Some(matmul::linear_backward_weight(&x, &dy)?)
+                        }
+                        _ => None,
+                    });
+                }
+            }
+            Ok(gradients)
+        })
     }
 
     /// The sums `(tokens, d)` of the rows of `y (rows, d)` at `places (tokens, active)`, each row one token's, times

@@ -1,7 +1,8 @@
 //! The tape by itself, and the whole of it against Candle's own gradients.
 
 use super::{
-    GradientSink, LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value,
+    ExpertValues, GradientSink, LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape,
+    Value,
 };
 use crate::Result;
 use crate::random::SplitMix64;
@@ -111,7 +112,7 @@ fn views_and_sums_have_the_gradients_of_finite_differences() {
 #[test]
 fn a_mixture_of_experts_has_the_gradients_of_finite_differences() {
     // Six tokens, four experts.
-    let weights = [random(&[6, 5], 1), random(&[4, 5], 2), random(&[20, 5], 3)];
+    let weights = [random(&[6, 5], 1), random(&[4, 5], 2), random(&[40, 5], 3)];
     for normalized in [true, false] {
         check(&weights, |tape, weights| {
             let [x, router, experts] = [0, 1, 2].map(|index| tape.parameter(&weights[index]));
@@ -121,17 +122,17 @@ fn a_mixture_of_experts_has_the_gradients_of_finite_differences() {
             let rows = Tensor::from_vec(dispatch.tokens, (1, 12), &Device::Cpu).unwrap();
             let places = Tensor::from_vec(dispatch.places, (6, 2), &Device::Cpu).unwrap();
             let gathered = tape.rows(&x, &rows).unwrap();
-            let sizes: Vec<usize> = dispatch.experts.iter().map(|(_, rows)| *rows).collect();
-            let parts = tape.split(&gathered, &sizes, 1).unwrap();
-            let matrices = tape.split(&experts, &[5; 4], 0).unwrap();
-            let outputs: Vec<Value> = dispatch
-                .experts
-                .iter()
-                .zip(&parts)
-                .map(|((expert, _), part)| tape.linear(part, &matrices[*expert], None).unwrap())
-                .collect();
-            let outputs = tape.concatenate(&outputs.iter().collect::<Vec<_>>(), 1).unwrap();
-            let outputs = tape.reshape(&outputs, (12, 5)).unwrap();
+            let gathered = tape.reshape(&gathered, (12, 5)).unwrap();
+            // Of each expert two matrices.
+            let matrices = tape.split(&experts, &[5; 8], 0).unwrap();
+            let groups = dispatch.experts.iter().map(|(expert, rows)| ExpertValues {
+                rows: *rows,
+                weights: [2 * expert, 2 * expert + 1]
+                    .map(|index| Matrix::Dense(matrices[index].clone()))
+                    .to_vec(),
+            });
+            let outputs = tape.grouped(&gathered, &groups.collect::<Vec<_>>()).unwrap();
+            let outputs = tape.glu(&outputs[0], &outputs[1], glu::Activation::Silu).unwrap();
             weighted_sum(tape, &tape.combine(&outputs, &weights, &places).unwrap())
         });
     }

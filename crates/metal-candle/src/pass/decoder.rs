@@ -269,14 +269,10 @@ impl Experts {
         let rows = Tensor::from_vec(rows, (1, count), device)?;
         let places = Tensor::from_vec(places, (tokens, self.active), device)?;
         let gathered = tape.rows(&tape.reshape(&normed, (tokens, hidden))?, &rows)?;
-        let sizes: Vec<usize> = experts.iter().map(|(_, rows)| *rows).collect();
-        let parts = tape.split(&gathered, &sizes, 1)?;
-        let outputs = experts.iter().zip(&parts).map(|((expert, _), part)| {
-            linear::forward_expert(&self.experts[*expert], tape, part, self.activation, pass)
-        });
-        let outputs = outputs.collect::<Result<Vec<_>>>()?;
-        let outputs = tape.concatenate(&outputs.iter().collect::<Vec<_>>(), 1)?;
-        let outputs = tape.reshape(&outputs, (count, hidden))?;
+        let gathered = tape.reshape(&gathered, (count, hidden))?;
+        let experts: Vec<_> =
+            experts.iter().map(|(expert, rows)| (&self.experts[*expert], *rows)).collect();
+        let outputs = linear::forward_experts(&experts, tape, &gathered, self.activation, pass)?;
         let added = tape.combine(&outputs, &weights, &places)?;
         let added = tape.reshape(&added, (batch, seq, hidden))?;
         Ok((stream, pass.whole(tape, added)?))

@@ -3,7 +3,7 @@
 use super::Pass;
 use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
-use crate::autograd::{LoraValues, Matrix, ProjectionValues, Tape, Value};
+use crate::autograd::{ExpertValues, LoraValues, Matrix, ProjectionValues, Tape, Value};
 use crate::model::layer::{Expert, Linear, Norm};
 use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
@@ -30,26 +30,34 @@ pub(super) fn forward_router(
     })
 }
 
-/// An expert, of rows in any order. No adapter has an update for it; one that trains every weight has others in their
-/// place.
-pub(super) fn forward_expert(
-    Expert { gate, up, down }: &Expert,
+/// What experts make of their rows `x (rows, hidden)`, one expert's after the other's: which experts, and how many rows each.
+/// No adapter has an update for them; one that trains every weight has others in their place.
+pub(super) fn forward_experts(
+    experts: &[(&Expert, usize)],
     tape: &Tape,
     x: &Value,
     activation: Activation,
     pass: &Pass,
 ) -> Result<Value> {
+    let layers = |expert: &Expert| [expert.gate.weight, expert.up.weight, expert.down.weight];
     let replaces = |adapter: &Adapter| {
-        [gate, up, down].iter().any(|layer| adapter.replacement(layer.weight).is_some())
+        let mut weights = experts.iter().flat_map(|(expert, _)| layers(expert));
+        weights.any(|weight| adapter.replacement(weight).is_some())
     };
     let adapter = pass.adapters.in_common(replaces).map_err(|_| {
         Error::Unsupported("experts whose weights differ from row to row of a batch".into())
     })?;
-    let adapter = adapter.map(|it| &**it);
-    let [gate, up] = as_many(of_value(&[gate, up], tape, x, pass, adapter)?)?;
-    let down = LayerValues::new(down, tape, x.tensor().dtype(), pass, adapter)?;
-    let output = tape.gated_projection(&gate, &up, activation, &down.projection(tape))?;
-    down.finish(tape, output)
+    let dtype = x.tensor().dtype();
+    let matrix =
+        |weight| tape.cast_matrix(&pass.matrix_of(tape, weight, adapter.map(|it| &**it))?, dtype);
+    let (mut into, mut back) = (Vec::new(), Vec::new());
+    for (expert, rows) in experts {
+        let [gate, up, down] = layers(expert).map(matrix);
+        into.push(ExpertValues { rows: *rows, weights: vec![gate?, up?] });
+        back.push(ExpertValues { rows: *rows, weights: vec![down?] });
+    }
+    let [gate, up] = as_many(tape.grouped(x, &into)?)?;
+    only(tape.grouped(&tape.glu(&gate, &up, activation)?, &back)?)
 }
 
 /// One layer, of `activation(gate)·up`.

@@ -1,0 +1,171 @@
+//! Linear layers of rows that lie expert by expert: a grouped product.
+//!
+//! ```text
+//! y = x·W_eᵀ      dx = dy·W_e          for the rows of each expert e
+//! ```
+
+use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
+use crate::backend::{require_rank, require_shape, require_together};
+use crate::devices::computes_on_gpu;
+use crate::lora_linear::{Projection, forward_only};
+use crate::matmul::cpu::{Group, Layer, forward_groups};
+use crate::quantized::Weight;
+use crate::{arithmetic, batch_invariance, copy, matmul};
+use candle_core::{Device, Result, Tensor, bail};
+
+const OPERATION: &str = "experts::grouped";
+
+/// An expert: how many rows it has, and the weights `(out, in)` that they are multiplied by.
+#[derive(Clone, Debug)]
+pub struct Expert<'a> {
+    /// How many rows it has.
+    pub rows: usize,
+    /// As many for all experts, of the same shapes.
+    pub weights: Vec<Weight<'a>>,
+}
+
+/// `x` `(rows, in)`, whose rows are those of the experts in their order; a result `(rows, out)` like `x` for each weight of
+/// an expert.
+///
+/// # Errors
+/// When there are no experts, shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
+pub fn forward(x: &Tensor, experts: &[Expert]) -> Result<Vec<Tensor>> {
+    require_rank(OPERATION, "x", x, 2, "(rows, in)")?;
+    let inner = x.dim(1)?;
+    let shapes = check(x, experts, |(_, inputs)| inputs == inner, "in")?;
+    let rounds = |weight: &Weight| matches!(weight, Weight::Quantized(weight) if weight.fp8_scales().is_some());
+    let rounds = experts.iter().flat_map(|expert| &expert.weights).any(rounds);
+    if computes_on_gpu(x) || batch_invariance::is_on() || rounds {
+        return one_by_one(x, experts, shapes.len());
+    }
+    on_cpu(x, experts, &shapes)
+}
+
+/// The gradient of [`forward`]'s `x` `(rows, in)`, where `dys` are those of its results; `None` for one that is zero.
+///
+/// # Errors
+/// Like [`forward`], and when all of them are zero.
+pub fn backward_input(dys: &[Option<&Tensor>], experts: &[Expert]) -> Result<Tensor> {
+    let Some(any) = dys.iter().flatten().next() else {
+        bail!("metal-candle-kernels: {OPERATION}: no gradient, expected one")
+    };
+    require_rank(OPERATION, "dy", any, 2, "(rows, out)")?;
+    let shapes = check(any, experts, |_| true, "out")?;
+    let rows = any.dim(0)?;
+    if shapes.len() != dys.len() {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: {} gradients, expected those of {} weights",
+            dys.len(),
+            shapes.len()
+        )
+    }
+    for (dy, (outer, _)) in dys.iter().zip(&shapes) {
+        let Some(dy) = dy else { continue };
+        require_together(OPERATION, &[any, dy])?;
+        require_shape(OPERATION, "dy", dy, &[rows, *outer])?;
+    }
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(experts.len());
+    for Expert { rows, weights } in experts {
+        let mut sum: Option<Tensor> = None;
+        for (dy, weight) in dys.iter().zip(weights) {
+            let Some(dy) = dy else { continue };
+            let dx = matmul::linear_backward_input(&dy.narrow(0, start, *rows)?, *weight)?;
+            sum = Some(match sum {
+                Some(sum) => arithmetic::add(&sum, &dx)?,
+                None => dx,
+            });
+        }
+        start += rows;
+        parts.extend(sum);
+    }
+    joined(&parts)
+}
+
+/// The shapes `(out, in)` of an expert's weights; an error unless all experts have the same, which `fits`, and as many rows as
+/// `x` has.
+fn check(
+    x: &Tensor,
+    experts: &[Expert],
+    fits: impl Fn((usize, usize)) -> bool,
+    what: &str,
+) -> Result<Vec<(usize, usize)>> {
+    let Some(first) = experts.first() else {
+        bail!("metal-candle-kernels: {OPERATION}: no experts, expected one at least")
+    };
+    let shapes = first.weights.iter().map(|weight| weight.shape()).collect::<Result<Vec<_>>>()?;
+    for expert in experts {
+        let found = expert.weights.iter().map(|it| it.shape()).collect::<Result<Vec<_>>>()?;
+        if found != shapes || found.is_empty() || !found.iter().all(|shape| fits(*shape)) {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: an expert has weights {found:?} beside {shapes:?}, expected the same shapes of all, (out, in), to fit the last dimension ({what}) of {:?}",
+                x.dims()
+            )
+        }
+        for weight in &expert.weights {
+            weight.require_beside(OPERATION, x)?;
+        }
+    }
+    let rows: usize = experts.iter().map(|expert| expert.rows).sum();
+    if rows != x.dim(0)? {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: the experts have {rows} rows, expected those of {:?}",
+            x.dims()
+        )
+    }
+    Ok(shapes)
+}
+
+fn one_by_one(x: &Tensor, experts: &[Expert], count: usize) -> Result<Vec<Tensor>> {
+    let mut start = 0;
+    let mut outputs = vec![Vec::with_capacity(experts.len()); count];
+    for Expert { rows, weights } in experts {
+        let layers = weights.iter().map(|it| Projection { weight: *it, bias: None, lora: None });
+        let found = forward_only(&x.narrow(0, start, *rows)?, &layers.collect::<Vec<_>>())?;
+        for (outputs, found) in outputs.iter_mut().zip(found) {
+            outputs.push(found);
+        }
+        start += rows;
+    }
+    outputs.iter().map(|parts| joined(parts)).collect()
+}
+
+fn joined(parts: &[Tensor]) -> Result<Tensor> {
+    match parts {
+        [part] => Ok(part.clone()),
+        parts => copy::join(&parts.iter().collect::<Vec<_>>(), 0),
+    }
+}
+
+fn on_cpu(x: &Tensor, experts: &[Expert], shapes: &[(usize, usize)]) -> Result<Vec<Tensor>> {
+    let (rows, inner) = x.dims2()?;
+    let x = Input::contiguous(x)?;
+    let x = x.read();
+    let weights = experts.iter().flat_map(|expert| &expert.weights);
+    let inputs = weights.map(|weight| weight.input()).collect::<Result<Vec<_>>>()?;
+    let reads: Vec<_> = inputs.iter().map(|input| input.read()).collect();
+    dispatch!(OPERATION, x.dtype(), T => {
+        let numbers = reads.iter().map(|it| it.numbers::<Sum<T>>()).collect::<Result<Vec<_>>>()?;
+        let values = x.values::<Sum<T>>()?;
+        let mut outputs: Vec<_> =
+            shapes.iter().map(|(outer, _)| unwritten::<T>(rows * outer)).collect();
+        let mut rest: Vec<&mut [T]> = outputs.iter_mut().map(|output| &mut output[..]).collect();
+        let (mut start, mut ys, mut groups) = (0, Vec::new(), Vec::new());
+        for (expert, weights) in experts.iter().zip(numbers.chunks_exact(shapes.len())) {
+            let layers = weights.iter().zip(shapes).map(|(weight, (outer, _))| {
+                Layer { weight: weight.values(), outer: *outer, bias: None }
+            });
+            let x = values.slice(start * inner..(start + expert.rows) * inner);
+            groups.push(Group { rows: expert.rows, x, layers: layers.collect() });
+            for (rest, (outer, _)) in rest.iter_mut().zip(shapes) {
+                let (y, after) = std::mem::take(rest).split_at_mut(expert.rows * outer);
+                *rest = after;
+                ys.push(y);
+            }
+            start += expert.rows;
+        }
+        forward_groups(inner, &groups, ys);
+        let outputs = outputs.into_iter().zip(shapes);
+        outputs.map(|(y, (outer, _))| Tensor::from_vec(y, (rows, *outer), &Device::Cpu)).collect()
+    })
+}
