@@ -38,6 +38,8 @@ fn compile_all() -> Result<(), String> {
     let kernels = kernels(Path::new("src")).map_err(|error| format!("src: {error}"))?;
     let shared = Path::new("src/backend/cuda");
     println!("cargo::rerun-if-changed={}", shared.display());
+    // A new operation, whose kernel nothing else names, is a line there.
+    println!("cargo::rerun-if-changed=src/lib.rs");
     for kernel in &kernels {
         println!("cargo::rerun-if-changed={}", kernel.display());
         for header in headers(kernel).map_err(|error| format!("{}: {error}", kernel.display()))? {
