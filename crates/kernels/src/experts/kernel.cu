@@ -1,6 +1,7 @@
 // Sums of what experts give, see mod.rs for the formulas.
 //
 // A place that is none of y's rows can't be reported from here: it gives NaN.
+#include "../glu/activation.cuh"
 #include "rows.cuh"
 #include "vector.cuh"
 
@@ -73,6 +74,160 @@ __device__ __forceinline__ void experts_combine_any(const T *y, const float *wei
     combine<T, 1>(y, weights, places, out, rows, columns, active);
 }
 
+/// The order of `f32::total_cmp` as whole numbers.
+__device__ __forceinline__ int total_order(float x) {
+    const int bits = __float_as_int(x);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+/// Logits of a lane at most.
+constexpr int MOST_LOGITS = 32;
+
+/// A warp has a token: the experts with the largest logits, the first of equals, the largest first, in `chosen`, where each choice
+/// stands in `chosen + choices`, and their shares.
+template <typename T>
+__device__ __forceinline__ void experts_route(const T *logits, unsigned *chosen, float *shares,
+                                              int count, int active, int normalized) {
+    follow_previous();
+    const int lane = threadIdx.x, first = blockIdx.x * active, choices = gridDim.x * active;
+    logits += int64_t(blockIdx.x) * count;
+    float own[MOST_LOGITS];
+    unsigned taken = 0;
+#pragma unroll
+    for (int k = 0; k < MOST_LOGITS; k++) {
+        const int expert = k * WARP + lane;
+        own[k] = expert < count ? to_float(logits[expert]) : 0.0f;
+        if (expert >= count) taken |= 1u << k;
+    }
+    float largest = 0.0f, sum = 0.0f;
+    for (int j = 0; j < active; j++) {
+        int best = INT_MIN, expert = INT_MAX;
+        float value = 0.0f;
+#pragma unroll
+        for (int k = 0; k < MOST_LOGITS; k++) {
+            const int order = total_order(own[k]);
+            if (!(taken >> k & 1) && (expert == INT_MAX || order > best)) {
+                best = order;
+                expert = k * WARP + lane;
+                value = own[k];
+            }
+        }
+#pragma unroll
+        for (int offset = WARP / 2; offset > 0; offset /= 2) {
+            const int other = __shfl_xor_sync(FULL, best, offset);
+            const int of_other = __shfl_xor_sync(FULL, expert, offset);
+            const float its = __shfl_xor_sync(FULL, value, offset);
+            const bool is_better = expert == INT_MAX || other > best || (other == best && of_other < expert);
+            if (of_other != INT_MAX && is_better) {
+                best = other;
+                expert = of_other;
+                value = its;
+            }
+        }
+        if (expert % WARP == lane) taken |= 1u << (expert / WARP);
+        if (j == 0) largest = value;
+        const float share = expf(value - largest);
+        sum += share;
+        if (lane == 0) {
+            chosen[first + j] = expert;
+            chosen[choices + first + j] = first + j;
+            shares[first + j] = share;
+        }
+    }
+    if (!normalized) {
+        sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < MOST_LOGITS; k++)
+            if (k * WARP + lane < count) sum += expf(own[k] - largest);
+        sum = warp_sum(sum);
+    }
+    __syncwarp();
+    for (int j = lane; j < active; j += WARP) shares[first + j] /= sum;
+}
+
+constexpr int FEW_THREADS = 256;
+/// Columns of a block, and of one of its warps.
+constexpr int FEW_COLUMNS = 16, OF_WARP = FEW_COLUMNS / (FEW_THREADS / WARP);
+
+/// The products of the block's row `x`, of which `row` has room for a copy, with the warp's rows of `MATRICES` weights from
+/// `column` on, which may lie beyond the end.
+template <int MATRICES, typename T>
+__device__ __forceinline__ void dots(const T *x, T *row, const T *const (&weights)[MATRICES],
+                                     int inner, int outer, int column,
+                                     float (&sums)[MATRICES][OF_WARP]) {
+    constexpr int N = Pack<T>::N;
+    for (int i = threadIdx.x * N; i < inner; i += FEW_THREADS * N)
+        store_pack(row + i, load_pack(x + i));
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+        for (int c = 0; c < OF_WARP; c++) sums[m][c] = 0.0f;
+    }
+#pragma unroll 4
+    for (int i = (threadIdx.x % WARP) * N; i < inner; i += WARP * N) {
+        const Pack<T> left = load_pack(row + i);
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+            for (int c = 0; c < OF_WARP; c++) {
+                const int line = min(column + c, outer - 1);
+                const Pack<T> right = load_pack(weights[m] + int64_t(line) * inner + i);
+#pragma unroll
+                for (int n = 0; n < N; n++)
+                    sums[m][c] += to_float(left.at[n]) * to_float(right.at[n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+        for (int c = 0; c < OF_WARP; c++) sums[m][c] = warp_sum(sums[m][c]);
+    }
+}
+
+/// The gated unit of choice `blockIdx.y`, `outer` columns, of its token's row of x.
+template <typename T>
+__device__ __forceinline__ void experts_unit(const T *x, const T *const *table,
+                                             const unsigned *chosen, T *unit, int inner, int outer,
+                                             int active, int activation) {
+    extern __shared__ __align__(16) unsigned char row[];
+    follow_previous();
+    const T *const *of_expert = table + 3 * int64_t(chosen[blockIdx.y]);
+    const T *const weights[2] = {of_expert[0], of_expert[1]};
+    const int column = blockIdx.x * FEW_COLUMNS + threadIdx.x / WARP * OF_WARP;
+    float sums[2][OF_WARP];
+    dots(x + int64_t(blockIdx.y / active) * inner, reinterpret_cast<T *>(row), weights, inner,
+         outer, column, sums);
+    if (threadIdx.x % WARP != 0) return;
+#pragma unroll
+    for (int c = 0; c < OF_WARP; c++) {
+        // As if gate and value had been stored.
+        const float gate = to_float(from_float<T>(sums[0][c]));
+        const float value = to_float(from_float<T>(sums[1][c]));
+        if (column + c < outer)
+            unit[int64_t(blockIdx.y) * outer + column + c] =
+                from_float<T>(activated(gate, activation) * value);
+    }
+}
+
+/// The product of choice `blockIdx.y`'s unit with its expert's last weight.
+template <typename T>
+__device__ __forceinline__ void experts_down(const T *unit, const T *const *table,
+                                             const unsigned *chosen, T *y, int inner, int outer) {
+    extern __shared__ __align__(16) unsigned char row[];
+    follow_previous();
+    const T *const weights[1] = {table[3 * int64_t(chosen[blockIdx.y]) + 2]};
+    const int column = blockIdx.x * FEW_COLUMNS + threadIdx.x / WARP * OF_WARP;
+    float sums[1][OF_WARP];
+    dots(unit + int64_t(blockIdx.y) * inner, reinterpret_cast<T *>(row), weights, inner, outer,
+         column, sums);
+    if (threadIdx.x % WARP != 0) return;
+#pragma unroll
+    for (int c = 0; c < OF_WARP; c++)
+        if (column + c < outer) y[int64_t(blockIdx.y) * outer + column + c] = from_float<T>(sums[0][c]);
+}
+
 #define COMBINE_PARAMETERS                                                                         \
     (const T *y, const float *weights, const unsigned *places, T *out, int64_t rows,               \
      int64_t columns, int active)
@@ -84,3 +239,15 @@ FOR_EACH_DTYPE(experts_backward, ANY_THREADS,
                (const T *y, const float *weights, const unsigned *places, const T *dout, T *dy,
                 float *dweights, int64_t rows, int64_t columns, int active),
                (y, weights, places, dout, dy, dweights, rows, columns, active))
+FOR_EACH_DTYPE(experts_route, WARP,
+               (const T *logits, unsigned *chosen, float *shares, int count, int active,
+                int normalized),
+               (logits, chosen, shares, count, active, normalized))
+FOR_EACH_DTYPE(experts_unit, FEW_THREADS,
+               (const T *x, const T *const *table, const unsigned *chosen, T *unit, int inner,
+                int outer, int active, int activation),
+               (x, table, chosen, unit, inner, outer, active, activation))
+FOR_EACH_DTYPE(experts_down, FEW_THREADS,
+               (const T *unit, const T *const *table, const unsigned *chosen, T *y, int inner,
+                int outer),
+               (unit, table, chosen, y, inner, outer))

@@ -9,11 +9,13 @@
 //! dy[places[t, j]] = w[t, j]·dout[t]      dw[t, j] = dout[t]·y[places[t, j]]
 //! ```
 //!
-//! The host chooses, whatever the device: it has to know how many rows each expert has.
+//! The host chooses, whatever the device: it has to know how many rows each expert has. Where there are few rows, a CUDA
+//! device does all of it by itself ([`few`]).
 
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod few;
 pub mod grouped;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;

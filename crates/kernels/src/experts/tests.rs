@@ -362,3 +362,140 @@ fn wrong_groups_are_refused() {
     let error = message(grouped::backward_input(&[Some(&dy), None], &all));
     assert!(error.contains("dy has shape [34, 36], expected [34, 37]"), "{error}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+    use crate::glu::{self, Activation};
+    use few::{Layer, MOST_TOKENS, Options};
+
+    /// A layer's experts and what is asked of them: weights, rows and logits, all on the CPU.
+    struct Problem {
+        weights: Vec<[Tensor; 3]>,
+        x: Tensor,
+        logits: Tensor,
+        options: Options,
+    }
+
+    impl Problem {
+        fn new([tokens, count, hidden, width]: [usize; 4], options: Options, dtype: DType) -> Self {
+            let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+            let weight = |shape: &[usize], seed: usize| {
+                (low(shape, seed as u64) * 0.2).unwrap().to_dtype(dtype).unwrap()
+            };
+            let expert = |index: usize| {
+                let seed = 10 * (index + 1);
+                let [gate, up] = [1, 2].map(|it| weight(&[width, hidden], seed + it));
+                [gate, up, weight(&[hidden, width], seed + 3)]
+            };
+            let weights = (0..count).map(expert).collect();
+            let (x, logits) = (low(&[tokens, hidden], 1), low(&[tokens, count], 2));
+            Self { weights, x, logits, options }
+        }
+
+        /// By the operations for any number of tokens.
+        fn on_the_cpu(&self) -> Tensor {
+            let Options { active, normalized, activation } = self.options;
+            let routes = Routes::new(&self.logits, active, normalized).unwrap();
+            let Dispatch { tokens, places, experts } = routes.dispatch();
+            let tokens = Tensor::new(tokens, &Device::Cpu).unwrap();
+            let rows = self.x.index_select(&tokens, 0).unwrap();
+            let group = |layers: &[usize]| {
+                let expert = |(expert, rows): &(usize, usize)| grouped::Expert {
+                    rows: *rows,
+                    weights: layers
+                        .iter()
+                        .map(|layer| (&self.weights[*expert][*layer]).into())
+                        .collect(),
+                };
+                experts.iter().map(expert).collect::<Vec<_>>()
+            };
+            let both = grouped::forward(&rows, &group(&[0, 1])).unwrap();
+            let unit = glu::forward(&both[0], &both[1], activation).unwrap();
+            let y = grouped::forward(&unit, &group(&[2])).unwrap();
+            let places = Tensor::from_vec(places, (routes.tokens(), active), &Device::Cpu).unwrap();
+            let weights = routes.weights(self.x.dtype(), &Device::Cpu).unwrap();
+            combine(&y[0], &weights, &places).unwrap()
+        }
+
+        fn layer(&self, device: &Device) -> Layer {
+            let weights: Vec<_> =
+                self.weights.iter().map(|it| it.each_ref().map(|it| there(it, device))).collect();
+            let borrowed: Vec<_> = weights.iter().map(|it| it.each_ref()).collect();
+            let layer = Layer::new(&borrowed).unwrap().unwrap();
+            assert!(layer.has(&borrowed) && !layer.has(&borrowed[1..]));
+            layer
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_few_tokens_have_the_experts_and_sums_of_many() {
+        let device = crate::testing::cuda();
+        for (sizes, active) in [
+            ([1, 128, 2048, 768], 8),
+            ([5, 6, 64, 24], 2),
+            ([MOST_TOKENS, 33, 72, 40], 4),
+            ([3, 4, 8, 8], 4),
+            ([2, 1000, 16, 8], 1),
+            ([0, 4, 8, 8], 2),
+        ] {
+            for (dtype, tolerance) in PRECISIONS {
+                for (normalized, activation) in
+                    [(true, Activation::Silu), (false, Activation::GeluTanh)]
+                {
+                    let options = Options { active, normalized, activation };
+                    let problem = Problem::new(sizes, options, dtype);
+                    let layer = problem.layer(&device);
+                    for view in [|tensor: &Tensor| tensor.clone(), strided] {
+                        let on_gpu = |tensor: &Tensor| view(&there(tensor, &device));
+                        let found = layer
+                            .forward(&on_gpu(&problem.x), &on_gpu(&problem.logits), options)
+                            .unwrap();
+                        assert_eq!((found.dtype(), found.dims()), (dtype, problem.x.dims()));
+                        assert_close(&here(&found), &problem.on_the_cpu(), 4.0 * tolerance);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_equal_logits_choose_the_first_and_nan_shows() {
+        let device = crate::testing::cuda();
+        let options = Options { active: 3, normalized: true, activation: Activation::Silu };
+        let mut problem = Problem::new([2, 70, 16, 8], options, DType::F32);
+        let mut logits = vec![1.0f32; 140];
+        logits[70 + 40] = f32::NAN;
+        problem.logits = Tensor::from_vec(logits, (2, 70), &Device::Cpu).unwrap();
+        let on_gpu = |tensor: &Tensor| there(tensor, &device);
+        let layer = problem.layer(&device);
+        let found =
+            here(&layer.forward(&on_gpu(&problem.x), &on_gpu(&problem.logits), options).unwrap());
+        let expected = problem.on_the_cpu();
+        assert_close(&found.get(0).unwrap(), &expected.get(0).unwrap(), 1e-5);
+        assert!(values(&found.get(1).unwrap()).iter().all(|value| value.is_nan()));
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_few_tokens_are_refused_where_they_do_not_fit() {
+        let device = crate::testing::cuda();
+        let options = Options { active: 2, normalized: true, activation: Activation::Silu };
+        let problem = Problem::new([2, 4, 16, 8], options, DType::F32);
+        let layer = problem.layer(&device);
+        let (x, logits) = (there(&problem.x, &device), there(&problem.logits, &device));
+        let error = message(layer.forward(&x, &x, options));
+        assert!(error.contains("logits has shape [2, 16], expected [2, 4]"), "{error}");
+        let error = message(layer.forward(&x, &logits, Options { active: 5, ..options }));
+        assert!(error.contains("5 of 4 experts for each of 2 tokens"), "{error}");
+        for sizes in [[2, 4, 17, 8], [2, 4, 16, 6]] {
+            let odd = Problem::new(sizes, options, DType::F32);
+            let weights: Vec<_> =
+                odd.weights.iter().map(|it| it.each_ref().map(|it| there(it, &device))).collect();
+            let borrowed: Vec<_> = weights.iter().map(|it| it.each_ref()).collect();
+            assert!(Layer::new(&borrowed).unwrap().is_none());
+        }
+    }
+}

@@ -6,9 +6,9 @@ use super::tensor_parallel::{Along, Cut, TensorRank};
 use super::weight::{FrozenWeights, Storage, WeightId};
 use crate::Result;
 use candle_core::Device;
-use metal_candle_kernels::attention;
 use metal_candle_kernels::glu::Activation;
-use std::sync::Arc;
+use metal_candle_kernels::{attention, experts};
+use std::sync::{Arc, Mutex};
 
 /// The weight of a norm and how it is used.
 #[derive(Debug)]
@@ -84,10 +84,9 @@ pub(crate) struct Experts {
     /// Into a logit for each expert.
     pub router: Linear,
     pub experts: Vec<Expert>,
-    /// How many read a token.
-    pub active: usize,
-    pub normalized: bool,
-    pub activation: Activation,
+    pub options: experts::few::Options,
+    /// As a GPU reads them for a few tokens, once they have been.
+    pub few: Mutex<Option<Arc<experts::few::Layer>>>,
 }
 
 #[derive(Debug)]
@@ -264,9 +263,11 @@ impl Builder<'_> {
                 down: linear(&down, Along::Inputs(config.width))?,
             })
         };
-        let experts = (0..config.count).map(expert).collect::<Result<_>>()?;
-        let (active, normalized) = (config.active, config.normalized);
-        Ok(Experts { router, experts, active, normalized, activation: self.config.activation })
+        let all = (0..config.count).map(expert).collect::<Result<_>>()?;
+        let ExpertsConfig { active, normalized, .. } = *config;
+        let options =
+            experts::few::Options { active, normalized, activation: self.config.activation };
+        Ok(Experts { router, experts: all, options, few: Mutex::new(None) })
     }
 
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {

@@ -28,7 +28,9 @@ use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use layer::{Builder, Kind, Layer, Linear, Norm, Source};
+use config::ExpertsConfig;
+use layer::{Builder, Expert, FeedForward, Kind, Layer, Linear, Norm, Source};
+use metal_candle_kernels::experts::few;
 use metal_candle_kernels::quantized::Weight;
 use placement::Away;
 use rope::RopeTables;
@@ -296,6 +298,25 @@ impl Model {
             Storage::Absent(absent) => absent.is_quantized,
             Storage::Dense(_) | Storage::Moved(_) | Storage::InParts(_) => false,
         }) || self.ranks.iter().any(|rank| rank.is_quantized())
+    }
+
+    /// Whether its device chooses the experts of a few tokens without the host.
+    pub(crate) fn chooses_by_itself(&self) -> bool {
+        let Some(experts) = &self.config.experts else { return false };
+        let ExpertsConfig { count, width, .. } = *experts;
+        let width = width / self.rank.as_ref().map_or(1, |rank| rank.size);
+        let fits = few::Layer::fits(count, self.config.hidden_size, width, self.dtype);
+        let is_dense =
+            |layer: &&Linear| matches!(self.weights.storage(layer.weight), Storage::Dense(_));
+        let are_dense =
+            |expert: &Expert| [&expert.gate, &expert.up, &expert.down].iter().all(is_dense);
+        let mut layers = self.layers.iter();
+        self.device.is_cuda()
+            && fits
+            && layers.all(|layer| match &layer.feed_forward {
+                FeedForward::Mlp(_) => true,
+                FeedForward::Experts(experts) => experts.experts.iter().all(are_dense),
+            })
     }
 
     /// Whether matrices of its layers lie elsewhere than on its device, and come to it for their layer alone. Such a

@@ -12,6 +12,7 @@ use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::experts::Dispatch;
+use metal_candle_kernels::experts::few::Options;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::recording;
 use std::sync::Arc;
@@ -262,17 +263,23 @@ impl Experts {
         let tokens = batch * seq;
         let logits = linear::forward_router(&self.router, tape, &normed, pass)?;
         let logits = tape.reshape(&logits, (tokens, self.router.output))?;
-        let (weights, routes) = tape.route(&logits, self.active, self.normalized)?;
-        let Dispatch { tokens: rows, places, experts } = routes.dispatch();
+        let rows = tape.reshape(&normed, (tokens, hidden))?;
+        if let Some(added) = linear::forward_few_experts(self, tape, [&rows, &logits], pass)? {
+            let added = tape.reshape(&added, (batch, seq, hidden))?;
+            return Ok((stream, pass.whole(tape, added)?));
+        }
+        let Options { active, normalized, activation } = self.options;
+        let (weights, routes) = tape.route(&logits, active, normalized)?;
+        let Dispatch { tokens: order, places, experts } = routes.dispatch();
         let device = normed.tensor().device();
-        let count = rows.len();
-        let rows = Tensor::from_vec(rows, (1, count), device)?;
-        let places = Tensor::from_vec(places, (tokens, self.active), device)?;
-        let gathered = tape.rows(&tape.reshape(&normed, (tokens, hidden))?, &rows)?;
+        let count = order.len();
+        let order = Tensor::from_vec(order, (1, count), device)?;
+        let places = Tensor::from_vec(places, (tokens, active), device)?;
+        let gathered = tape.rows(&rows, &order)?;
         let gathered = tape.reshape(&gathered, (count, hidden))?;
         let experts: Vec<_> =
             experts.iter().map(|(expert, rows)| (&self.experts[*expert], *rows)).collect();
-        let outputs = linear::forward_experts(&experts, tape, &gathered, self.activation, pass)?;
+        let outputs = linear::forward_experts(&experts, tape, &gathered, activation, pass)?;
         let added = tape.combine(&outputs, &weights, &places)?;
         let added = tape.reshape(&added, (batch, seq, hidden))?;
         Ok((stream, pass.whole(tape, added)?))

@@ -4,13 +4,16 @@ use super::Pass;
 use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
 use crate::autograd::{ExpertValues, LoraValues, Matrix, ProjectionValues, Tape, Value};
-use crate::model::layer::{Expert, Linear, Norm};
-use crate::model::weight::FrozenWeights;
+use crate::model::layer::{Expert, Experts, Linear, Norm};
+use crate::model::weight::{FrozenWeights, Storage};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::DType;
+use metal_candle_kernels::batch_invariance;
+use metal_candle_kernels::experts::few;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
+use std::sync::{Arc, PoisonError};
 
 /// One layer.
 pub(super) fn forward(layer: &Linear, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
@@ -58,6 +61,50 @@ pub(super) fn forward_experts(
     }
     let [gate, up] = as_many(tape.grouped(x, &into)?)?;
     only(tape.grouped(&tape.glu(&gate, &up, activation)?, &back)?)
+}
+
+/// What the experts of a few tokens add up to, where the device alone chooses them: `x (tokens, hidden)` and their logits
+/// `(tokens, experts)`. `None` where that isn't computed so.
+pub(super) fn forward_few_experts(
+    experts: &Experts,
+    tape: &Tape,
+    [x, logits]: [&Value; 2],
+    pass: &Pass,
+) -> Result<Option<Value>> {
+    let (x, logits) = (x.tensor(), logits.tensor());
+    let has_adapters = pass
+        .adapters
+        .in_common(Adapter::is_full)
+        .map_or(true, |adapter| adapter.is_some_and(|adapter| adapter.is_full()));
+    if !x.device().is_cuda()
+        || x.dim(0)? > few::MOST_TOKENS
+        || !tape.computes_once()
+        || has_adapters
+        || batch_invariance::is_on()
+    {
+        return Ok(None);
+    }
+    let mut weights = Vec::with_capacity(experts.experts.len());
+    for Expert { gate, up, down } in &experts.experts {
+        match [gate, up, down].map(|layer| pass.weights.storage(layer.weight)) {
+            [Storage::Dense(gate), Storage::Dense(up), Storage::Dense(down)]
+                if gate.dtype() == x.dtype() =>
+            {
+                weights.push([gate, up, down]);
+            }
+            _ => return Ok(None),
+        }
+    }
+    let known = || experts.few.lock().unwrap_or_else(PoisonError::into_inner);
+    let layer = known().as_ref().filter(|layer| layer.has(&weights)).cloned();
+    let layer = match layer {
+        Some(layer) => layer,
+        None => {
+            let Some(layer) = few::Layer::new(&weights)? else { return Ok(None) };
+            known().insert(Arc::new(layer)).clone()
+        }
+    };
+    Ok(Some(tape.constant(layer.forward(x, logits, experts.options)?)))
 }
 
 /// One layer, of `activation(gate)·up`.

@@ -6,6 +6,7 @@ use crate::adapter::{Adapter, AdapterVersion};
 use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
+use metal_candle_kernels::experts::few;
 use metal_candle_kernels::recording::Recording;
 use std::sync::{Arc, Weak};
 
@@ -25,6 +26,8 @@ pub(super) struct Recordings {
     refused: Vec<Shape>,
     runs: u64,
     is_off: bool,
+    /// Rows that a recording may have: the host has a part in the choice of more rows' experts.
+    most_rows: Option<usize>,
 }
 
 /// What a recording is made for.
@@ -149,12 +152,16 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<Tensor>> {
-        // The host chooses experts, in the middle of a pass.
-        let is_recordable = !model.is_away() && model.config().experts.is_none();
-        if self.is_off || !is_recordable || !Recording::is_supported(model.device()) {
+        if self.is_off || !Recording::is_supported(model.device()) || model.is_away() {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model, cache)?;
+        let most = *self.most_rows.get_or_insert_with(|| match model.config().experts {
+            None => usize::MAX,
+            Some(_) if model.chooses_by_itself() && !cache.batch_invariant => few::MOST_TOKENS,
+            Some(_) => 0,
+        });
+        let shape = shape.filter(|shape| shape.rows <= most);
         // Recordings hold what adapters that are gone were laid out as.
         self.recordings.retain(|(other, _)| other.adapters.is_current());
         let again = shape.is_some() && self.last == shape;

@@ -1,13 +1,15 @@
 //! Sums of what experts give on CUDA, see `kernel.cu`.
 
-use super::Gradients;
 use crate::backend::cuda::{ANY_THREADS, Cuda, Module, by_dtype, module, require_floats};
+use crate::experts::{COMBINE, Gradients};
 use candle_core::{DType, Result, Tensor};
+
+pub(super) mod few;
 
 static MODULE: Module = module!("experts");
 
 pub(super) fn combine(y: &Tensor, weights: &Tensor, places: &Tensor) -> Result<Tensor> {
-    require_floats(super::COMBINE, &[y])?;
+    require_floats(COMBINE, &[y])?;
     let cuda = Cuda::of(y)?;
     let ((rows, columns), (tokens, active)) = (y.dims2()?, weights.dims2()?);
     let (weights, places) = (cuda.contiguous(weights)?, cuda.contiguous(places)?);
@@ -45,7 +47,7 @@ pub(super) fn combine_backward(
     places: &Tensor,
     dout: &Tensor,
 ) -> Result<Gradients> {
-    require_floats(super::COMBINE, &[y])?;
+    require_floats(COMBINE, &[y])?;
     let cuda = Cuda::of(y)?;
     let ((rows, columns), active) = (y.dims2()?, weights.dim(1)?);
     let dy = cuda.empty((rows, columns), y.dtype())?;
