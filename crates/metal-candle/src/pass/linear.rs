@@ -33,8 +33,18 @@ pub(super) fn forward_router(
     })
 }
 
+impl Expert {
+    fn layers(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// Whether an adapter has another weight in the place of one of its own. None has an update for it.
+    fn is_replaced(&self, adapter: &Adapter) -> bool {
+        self.layers().iter().any(|layer| adapter.replacement(layer.weight).is_some())
+    }
+}
+
 /// What experts make of their rows `x (rows, hidden)`, one expert's after the other's: which experts, and how many rows each.
-/// No adapter has an update for them; one that trains every weight has others in their place.
 pub(super) fn forward_experts(
     experts: &[(&Expert, usize)],
     tape: &Tape,
@@ -42,20 +52,16 @@ pub(super) fn forward_experts(
     activation: Activation,
     pass: &Pass,
 ) -> Result<Value> {
-    let layers = |expert: &Expert| [expert.gate.weight, expert.up.weight, expert.down.weight];
-    let replaces = |adapter: &Adapter| {
-        let mut weights = experts.iter().flat_map(|(expert, _)| layers(expert));
-        weights.any(|weight| adapter.replacement(weight).is_some())
-    };
+    let replaces = |adapter: &Adapter| experts.iter().any(|(it, _)| it.is_replaced(adapter));
     let adapter = pass.adapters.in_common(replaces).map_err(|_| {
         Error::Unsupported("experts whose weights differ from row to row of a batch".into())
     })?;
-    let dtype = x.tensor().dtype();
+    let (adapter, dtype) = (adapter.map(|it| &**it), x.tensor().dtype());
     let matrix =
-        |weight| tape.cast_matrix(&pass.matrix_of(tape, weight, adapter.map(|it| &**it))?, dtype);
+        |layer: &Linear| tape.cast_matrix(&pass.matrix_of(tape, layer.weight, adapter)?, dtype);
     let (mut into, mut back) = (Vec::new(), Vec::new());
     for (expert, rows) in experts {
-        let [gate, up, down] = layers(expert).map(matrix);
+        let [gate, up, down] = expert.layers().map(matrix);
         into.push(ExpertValues { rows: *rows, weights: vec![gate?, up?] });
         back.push(ExpertValues { rows: *rows, weights: vec![down?] });
     }
@@ -72,21 +78,21 @@ pub(super) fn forward_few_experts(
     pass: &Pass,
 ) -> Result<Option<Value>> {
     let (x, logits) = (x.tensor(), logits.tensor());
-    let has_adapters = pass
-        .adapters
-        .in_common(Adapter::is_full)
-        .map_or(true, |adapter| adapter.is_some_and(|adapter| adapter.is_full()));
-    if !x.device().is_cuda()
-        || x.dim(0)? > few::MOST_TOKENS
-        || !tape.computes_once()
-        || has_adapters
-        || batch_invariance::is_on()
-    {
+    let replaces = |adapter: &Adapter| experts.experts.iter().any(|it| it.is_replaced(adapter));
+    let is_possible = x.device().is_cuda()
+        && x.dim(0)? <= few::MOST_TOKENS
+        && tape.computes_once()
+        && !batch_invariance::is_on()
+        && match pass.adapters.in_common(replaces) {
+            Ok(adapter) => !adapter.is_some_and(|adapter| replaces(adapter)),
+            Err(_) => false,
+        };
+    if !is_possible {
         return Ok(None);
     }
     let mut weights = Vec::with_capacity(experts.experts.len());
-    for Expert { gate, up, down } in &experts.experts {
-        match [gate, up, down].map(|layer| pass.weights.storage(layer.weight)) {
+    for expert in &experts.experts {
+        match expert.layers().map(|layer| pass.weights.storage(layer.weight)) {
             [Storage::Dense(gate), Storage::Dense(up), Storage::Dense(down)]
                 if gate.dtype() == x.dtype() =>
             {
