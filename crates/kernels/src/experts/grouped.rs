@@ -4,6 +4,8 @@
 //! y = x·W_eᵀ      dx = dy·W_e          for the rows of each expert e
 //! ```
 
+#[cfg(feature = "cuda")]
+use super::cuda::grouped as cuda;
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{require_rank, require_shape, require_together};
 use crate::devices::computes_on_gpu;
@@ -13,7 +15,7 @@ use crate::quantized::Weight;
 use crate::{arithmetic, batch_invariance, copy, matmul};
 use candle_core::{Device, Result, Tensor, bail};
 
-const OPERATION: &str = "experts::grouped";
+pub(super) const OPERATION: &str = "experts::grouped";
 
 /// An expert: how many rows it has, and the weights `(out, in)` that they are multiplied by.
 #[derive(Clone, Debug)]
@@ -35,6 +37,14 @@ pub fn forward(x: &Tensor, experts: &[Expert]) -> Result<Vec<Tensor>> {
     let shapes = check(x, experts, |(_, inputs)| inputs == inner, "in")?;
     let rounds = |weight: &Weight| matches!(weight, Weight::Quantized(weight) if weight.fp8_scales().is_some());
     let rounds = experts.iter().flat_map(|expert| &expert.weights).any(rounds);
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda()
+        && !batch_invariance::is_on()
+        && cuda::takes(x, experts, &shapes)
+        && let Some(outputs) = cuda::forward(x, experts, &shapes)?
+    {
+        return Ok(outputs);
+    }
     if computes_on_gpu(x) || batch_invariance::is_on() || rounds {
         return one_by_one(x, experts, shapes.len());
     }
@@ -63,6 +73,13 @@ pub fn backward_input(dys: &[Option<&Tensor>], experts: &[Expert]) -> Result<Ten
         let Some(dy) = dy else { continue };
         require_together(OPERATION, &[any, dy])?;
         require_shape(OPERATION, "dy", dy, &[rows, *outer])?;
+    }
+    #[cfg(feature = "cuda")]
+    if any.device().is_cuda()
+        && cuda::takes(any, experts, &shapes)
+        && let Some(dx) = cuda::backward_input(dys, experts, &shapes)?
+    {
+        return Ok(dx);
     }
     let mut start = 0;
     let mut parts = Vec::with_capacity(experts.len());

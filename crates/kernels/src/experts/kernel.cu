@@ -2,6 +2,7 @@
 //
 // A place that is none of y's rows can't be reported from here: it gives NaN.
 #include "../glu/activation.cuh"
+#include "grouped.cuh"
 #include "rows.cuh"
 #include "vector.cuh"
 

@@ -430,6 +430,52 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_grouped_products_are_those_of_the_cpu() {
+        let device = crate::testing::cuda();
+        // The second and the third have rows or weights that the kernel doesn't take as they are.
+        for (rows, [outer, inner]) in [
+            (&[1, 64, 0, 65, 130, 7][..], [136, 200]),
+            (&[3, 70], [37, 64]),
+            (&[5], [64, 30]),
+            (&[200, 1], [8, 8]),
+            (&[2, 3, 129], [768, 2048]),
+        ] {
+            let total = rows.iter().sum::<usize>();
+            for (dtype, tolerance) in PRECISIONS {
+                let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+                let x = low(&[total, inner], 1);
+                let dys = [low(&[total, outer], 2), low(&[total, outer], 3)];
+                let weights: Vec<[Tensor; 2]> = (0..rows.len() as u64)
+                    .map(|seed| [10, 20].map(|more| low(&[outer, inner], more + seed)))
+                    .collect();
+                let on = |move_to: &dyn Fn(&Tensor) -> Tensor| {
+                    let weights: Vec<_> =
+                        weights.iter().map(|it| it.each_ref().map(move_to)).collect();
+                    let groups = rows.iter().zip(&weights).map(|(rows, weights)| grouped::Expert {
+                        rows: *rows,
+                        weights: weights.each_ref().map(Weight::from).to_vec(),
+                    });
+                    let groups: Vec<_> = groups.filter(|group| group.rows > 0).collect();
+                    let mut found = grouped::forward(&move_to(&x), &groups).unwrap();
+                    let [first, second] = dys.each_ref().map(move_to);
+                    for dys in [[Some(&first), Some(&second)], [None, Some(&second)]] {
+                        found.push(grouped::backward_input(&dys, &groups).unwrap());
+                    }
+                    found
+                };
+                let expected = on(&|tensor| tensor.clone());
+                for view in [|tensor: &Tensor| tensor.clone(), strided] {
+                    let found = on(&|tensor| view(&there(tensor, &device)));
+                    for (found, expected) in found.iter().zip(&expected) {
+                        assert_close(&here(found), expected, 2.0 * tolerance);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_few_tokens_have_the_experts_and_sums_of_many() {
         let device = crate::testing::cuda();
         for (sizes, active) in [

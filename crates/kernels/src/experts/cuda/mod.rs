@@ -5,6 +5,7 @@ use crate::experts::{COMBINE, Gradients};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) mod few;
+pub(super) mod grouped;
 
 static MODULE: Module = module!("experts");
 
