@@ -1354,7 +1354,7 @@ fn twenty_adamw_steps_follow_peft() {
 
 #[test]
 fn full_fine_tuning_follows_transformers() {
-    for name in ["llama", "llama3"] {
+    for name in ["llama", "llama3", "qwen3-moe"] {
         let training = json(folder(name).join("training_full.json"));
         let batches = &tensors(folder(name).join("training_full.safetensors"))["input_ids"];
         let model = Model::load(folder(name), DType::F32, &device()).unwrap();
