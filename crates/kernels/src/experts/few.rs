@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor, bail};
 pub(super) const OPERATION: &str = "experts::few";
 
 /// Tokens of a call at most.
-pub const MOST_TOKENS: usize = 64;
+pub const MOST_TOKENS: usize = 32;
 /// Experts of a layer at most.
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of a row of `x` or of a gated unit at most, which a block keeps.
