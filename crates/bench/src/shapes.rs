@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// The names that [`config`] knows.
-pub const NAMES: [&str; 4] = ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "tiny"];
+pub const NAMES: [&str; 5] =
+    ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "qwen3-30b-a3b", "tiny"];
 
 /// The `config.json` of a shape. `tiny` is made up, for trying things out.
 ///
@@ -36,6 +37,14 @@ pub fn config_json(name: &str) -> Result<Value> {
             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
             "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 500000.0,
             "max_position_embeddings": 8192,
+        }),
+        "qwen3-30b-a3b" => json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+            "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": true, "vocab_size": 151936, "tie_word_embeddings": false,
+            "rope_theta": 1000000.0, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
         }),
         "tiny" => json!({
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
