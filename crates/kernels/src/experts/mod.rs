@@ -100,7 +100,7 @@ impl Routes {
         Ok(Self { count, active, chosen, weights, probabilities })
     }
 
-    /// The weights `(tokens, active)` in f32 (f64 for `sum` F64) on a device.
+    /// The weights `(tokens, active)` on a device, in f32, or in f64 where `dtype` is.
     ///
     /// # Errors
     /// When the device has no memory.
