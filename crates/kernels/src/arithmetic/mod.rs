@@ -14,7 +14,9 @@ mod metal;
 mod tests;
 
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
-use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{
+    dtype_of_sums, on_gpu, require_dtype, require_rank, require_shape, require_together,
+};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// `x + y`, of one shape and dtype.
@@ -78,7 +80,7 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
             factor.dims()
         )
     }
-    let expected = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let expected = dtype_of_sums(x.dtype());
     require_dtype(OPERATION, "factor", factor, expected)?;
     on_gpu!(x, gpu => gpu::scale_by(x, factor));
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
@@ -96,7 +98,7 @@ pub fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
     require_rank(OPERATION, "x", x, 2, "(n, d)")?;
     let (n, d) = x.dims2()?;
     require_shape(OPERATION, "factors", factors, &[n])?;
-    let expected = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let expected = dtype_of_sums(x.dtype());
     require_dtype(OPERATION, "factors", factors, expected)?;
     if x.elem_count() == 0 {
         return Ok(x.clone());

@@ -50,6 +50,11 @@ macro_rules! on_gpu {
 }
 pub(crate) use on_gpu;
 
+/// The dtype of sums over elements of one.
+pub(crate) fn dtype_of_sums(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
 /// Zeros where `x` is and of its dtype.
 pub(crate) fn zeros_beside(x: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
     #[cfg(feature = "cuda")]

@@ -30,11 +30,11 @@ mod tests;
 
 use crate::backend::cpu::{Input, Sum, add_sums, dispatch, rows_per_sum, unwritten};
 use crate::backend::{
-    on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
-    rows_and_columns,
+    dtype_of_sums, on_gpu, record2, record3, require_dtype, require_rank, require_shape,
+    require_together, rows_and_columns,
 };
 use crate::{copy, matmul};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 /// `‖W_o‖²` of every row of `weight` `(out, in)`, `(out)` in f32 (f64 for f64): what [`merged_norms`] reads of
 /// a frozen weight, to be computed once.
@@ -82,7 +82,7 @@ pub fn merged_norms(
     require_shape(OPERATION, "a", a, &[inner, rank])?;
     require_shape(OPERATION, "b", b, &[rank, outer])?;
     require_shape(OPERATION, "base_squares", base_squares, &[outer])?;
-    let dtype = dtype_of_sums(weight);
+    let dtype = dtype_of_sums(weight.dtype());
     require_dtype(OPERATION, "base_squares", base_squares, dtype)?;
     if rank == 0 || outer == 0 {
         return base_squares.detach().sqrt();
@@ -210,15 +210,10 @@ pub fn scale_columns_backward(
     })
 }
 
-/// The dtype of sums over a tensor's elements, which norms and factors have.
-fn dtype_of_sums(tensor: &Tensor) -> DType {
-    if tensor.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
-}
-
 fn check(operation: &str, y: &Tensor, factor: &Tensor) -> Result<(usize, usize)> {
     require_together(operation, &[y, factor])?;
     let (rows, columns) = rows_and_columns(operation, "y", y)?;
     require_shape(operation, "factor", factor, &[columns])?;
-    require_dtype(operation, "factor", factor, dtype_of_sums(y))?;
+    require_dtype(operation, "factor", factor, dtype_of_sums(y.dtype()))?;
     Ok((rows, columns))
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::lora_linear::{self, Lora};
 use crate::testing::*;
-use candle_core::Var;
+use candle_core::{DType, Var};
 
 const SCALE: f64 = 0.7;
 

@@ -14,7 +14,7 @@ mod tests;
 
 use crate::backend::cpu::{Input, Sum, change_in_place, dispatch, require_separate, unwritten};
 use crate::backend::{
-    on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
+    dtype_of_sums, on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
 };
 use crate::flat::require_contiguous;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -65,7 +65,7 @@ pub fn differentiable(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Tensor> {
     let d = check_rows(dy, ids)?;
     on_gpu!(dy, gpu => gpu::backward(dy, ids, vocabulary_size));
-    let gradient = Tensor::zeros((vocabulary_size, d), sum_of(dy), &Device::Cpu)?;
+    let gradient = Tensor::zeros((vocabulary_size, d), dtype_of_sums(dy.dtype()), &Device::Cpu)?;
     accumulate_on_cpu(&gradient, dy, ids)?;
     Ok(gradient)
 }
@@ -80,7 +80,7 @@ pub fn accumulate(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()> {
     let d = check_rows(dy, ids)?;
     require_rank(OPERATION, "the gradient", gradient, 2, "(v, d)")?;
     require_shape(OPERATION, "the gradient", gradient, &[gradient.dim(0)?, d])?;
-    require_dtype(OPERATION, "the gradient", gradient, sum_of(dy))?;
+    require_dtype(OPERATION, "the gradient", gradient, dtype_of_sums(dy.dtype()))?;
     require_contiguous(OPERATION, "the gradient", gradient)?;
     require_separate(OPERATION, "the gradient and dy", gradient, dy)?;
     on_gpu!(dy, gpu => gpu::accumulate(gradient, dy, ids));
@@ -100,11 +100,6 @@ fn accumulate_on_cpu(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()>
             Ok(())
         })
     })
-}
-
-/// The dtype of the table's gradient.
-fn sum_of(dy: &Tensor) -> DType {
-    if dy.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// How long a row is; an error unless the gradients are those of the ids' rows.

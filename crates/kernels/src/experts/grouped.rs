@@ -35,8 +35,6 @@ pub fn forward(x: &Tensor, experts: &[Expert]) -> Result<Vec<Tensor>> {
     require_rank(OPERATION, "x", x, 2, "(rows, in)")?;
     let inner = x.dim(1)?;
     let shapes = check(x, experts, |(_, inputs)| inputs == inner, "in")?;
-    let rounds = |weight: &Weight| matches!(weight, Weight::Quantized(weight) if weight.fp8_scales().is_some());
-    let rounds = experts.iter().flat_map(|expert| &expert.weights).any(rounds);
     #[cfg(feature = "cuda")]
     if x.device().is_cuda()
         && !batch_invariance::is_on()
@@ -45,7 +43,9 @@ pub fn forward(x: &Tensor, experts: &[Expert]) -> Result<Vec<Tensor>> {
     {
         return Ok(outputs);
     }
-    if computes_on_gpu(x) || batch_invariance::is_on() || rounds {
+    let rounds_rows =
+        || experts.iter().flat_map(|expert| &expert.weights).any(|weight| weight.rounds_rows());
+    if computes_on_gpu(x) || batch_invariance::is_on() || rounds_rows() {
         return one_by_one(x, experts, shapes.len());
     }
     on_cpu(x, experts, &shapes)

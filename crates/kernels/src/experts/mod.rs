@@ -23,7 +23,9 @@ mod metal;
 mod tests;
 
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
-use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{
+    dtype_of_sums, on_gpu, require_dtype, require_rank, require_shape, require_together,
+};
 use crate::copy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -181,10 +183,6 @@ fn on_device(
     device: &Device,
 ) -> Result<Tensor> {
     Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
-}
-
-fn dtype_of_sums(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// The weighted sums of the rows of `y` `(rows, d)` for each token, `(tokens, d)` in the dtype of `y`: `weights`

@@ -4,6 +4,7 @@
 
 use super::{Lora, Output, Projection, SharedGradients, backward_shared, dropout};
 use crate::arithmetic::{add, scale};
+use crate::backend::dtype_of_sums;
 use crate::copy::cast;
 use crate::matmul::{linear, linear_backward_input};
 use crate::quantized::fp8::round;
@@ -12,7 +13,7 @@ use candle_core::{D, DType, Result, Tensor};
 
 /// Whether one of the weights rounds rows.
 pub(super) fn is_one_of(projections: &[Projection]) -> bool {
-    projections.iter().any(|projection| of(projection.weight).is_some())
+    projections.iter().any(|projection| projection.weight.rounds_rows())
 }
 
 /// A weight that rounds rows, with the scales of its own rows.
@@ -101,7 +102,7 @@ pub(super) fn input_gradient(
     let Some(dtype) = dys.first().map(|dy| dy.dtype()) else {
         candle_core::bail!("metal-candle-kernels: lora_linear: no gradients came, expected some")
     };
-    let of_parts = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let of_parts = dtype_of_sums(dtype);
     let (mut parts, mut levels) = (Vec::new(), Vec::new());
     let mut dx: Option<Tensor> = None;
     let mut gather = |part: Tensor| -> Result<()> {

@@ -21,8 +21,8 @@ mod tests;
 
 use crate::backend::cpu::{collapsed_rows, dispatch};
 use crate::backend::{
-    on_gpu, require_dtype, require_numbers, require_rank, require_shape, require_together,
-    rows_and_columns,
+    dtype_of_sums, on_gpu, require_dtype, require_numbers, require_rank, require_shape,
+    require_together, rows_and_columns,
 };
 use crate::copy;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -79,7 +79,7 @@ impl Factors {
             };
             (filled_up(a, (padded, inner), 0)?, filled_up(b, (outer, padded), 1)?)
         } else {
-            let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            let sums = dtype_of_sums(dtype);
             let laid_out = |tensor: &Tensor| copy::cast(&tensor.contiguous()?, sums);
             (laid_out(a)?, laid_out(b)?)
         };

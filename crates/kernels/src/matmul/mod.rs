@@ -57,8 +57,7 @@ pub fn linear<'w>(
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
-    let rounds = matches!(weight, Weight::Quantized(weight) if weight.fp8_scales().is_some());
-    if rounds || batch_invariance::is_on() {
+    if weight.rounds_rows() || batch_invariance::is_on() {
         let mut outputs = forward_only(x, &[Projection { weight, bias, lora: None }])?;
         return match outputs.pop() {
             Some(output) => Ok(output),

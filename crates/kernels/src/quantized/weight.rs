@@ -82,6 +82,11 @@ impl<'a> Weight<'a> {
         weights.map(|weight| weight.to_dense(dtype)).collect()
     }
 
+    /// Whether rows that are multiplied by it are rounded to e4m3.
+    pub(crate) fn rounds_rows(self) -> bool {
+        matches!(self, Self::Quantized(weight) if weight.fp8_scales().is_some())
+    }
+
     /// An error unless it is a matrix and where `x` is.
     pub(crate) fn require_beside(self, operation: &str, x: &Tensor) -> Result<()> {
         match self {

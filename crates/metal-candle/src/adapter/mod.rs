@@ -292,8 +292,8 @@ impl Adapter {
     fn units(model: &Model) -> HashMap<&str, UnitName> {
         let name = |id| model.frozen().name(id);
         let layers = model.layers.iter().enumerate().flat_map(|(index, layer)| {
-            let linears = layer.matrices();
-            linears
+            layer
+                .matrices()
                 .into_iter()
                 .map(move |it| (it.weight, UnitName::Layer(index)))
                 .collect::<Vec<_>>()

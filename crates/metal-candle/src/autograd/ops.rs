@@ -33,8 +33,8 @@ pub struct ExpertValues {
     pub weights: Vec<Matrix>,
 }
 
-/// Where an expert's rows begin and how many there are; its matrices, and of a dense one whether it is trained.
-type SavedExpert = ((usize, usize), Vec<(SavedMatrix, Option<bool>)>);
+/// Where an expert's rows begin and how many there are; its matrices, and whether each is trained.
+type SavedExpert = ((usize, usize), Vec<(SavedMatrix, bool)>);
 
 /// A matrix `(out, in)` that an operation reads: a value of the tape, or a frozen one in fewer bits.
 #[derive(Clone, Debug)]
@@ -893,25 +893,21 @@ impl Tape {
             weights: expert.weights.iter().map(Matrix::as_weight).collect(),
         });
         let outputs = experts::grouped::forward(x.tensor(), &borrowed.collect::<Vec<_>>())?;
-        let mut inputs = vec![x];
         let weights = experts.iter().flat_map(|expert| &expert.weights);
-        inputs.extend(weights.filter_map(|weight| match weight {
-            Matrix::Dense(value) => Some(value),
-            Matrix::Quantized(_) => None,
-        }));
+        let trained = weights.filter_map(|weight| match weight {
+            Matrix::Dense(value) if value.needs_gradient() => Some(value),
+            _ => None,
+        });
+        let inputs: Vec<&Value> = [x].into_iter().chain(trained).collect();
         let needs_dx = x.needs_gradient();
-        let trains = inputs[1..].iter().any(|weight| weight.needs_gradient());
-        let saved_x = trains.then(|| x.tensor().clone());
+        let saved_x = (inputs.len() > 1).then(|| x.tensor().clone());
         let mut start = 0;
         let saved: Vec<SavedExpert> = experts
             .iter()
             .map(|ExpertValues { rows, weights }| {
                 let place = (start, *rows);
                 start += rows;
-                let weights = weights.iter().map(|weight| {
-                    let is_dense = matches!(weight, Matrix::Dense(_));
-                    (weight.save(), is_dense.then(|| weight.needs_gradient()))
-                });
+                let weights = weights.iter().map(|weight| (weight.save(), weight.needs_gradient()));
                 (place, weights.collect())
             })
             .collect();
@@ -927,10 +923,10 @@ impl Tape {
                 gradients[0] = Some(experts::grouped::backward_input(&dys, &experts)?);
             }
             for ((start, rows), weights) in &saved {
-                for ((_, is_trained), dy) in weights.iter().zip(&dys) {
-                    let Some(is_trained) = *is_trained else { continue };
+                let trained = weights.iter().zip(&dys).filter(|((_, is_trained), _)| *is_trained);
+                for (_, dy) in trained {
                     gradients.push(match (&saved_x, dy) {
-                        (Some(x), Some(dy)) if is_trained => {
+                        (Some(x), Some(dy)) => {
                             let (x, dy) =
                                 (x.narrow(0, *start, *rows)?, dy.narrow(0, *start, *rows)?);
                             Some(matmul::linear_backward_weight(&x, &dy)?)

@@ -214,10 +214,7 @@ pub(super) fn to_gguf(config: &Config, name: &str) -> Option<String> {
             if part == experts.router() {
                 return Some(format!("blk.{layer}.{ROUTER}.{kind}"));
             }
-            let of_expert = part.strip_prefix(experts.names.module);
-            if let Some(rest) = of_expert.and_then(|rest| rest.strip_prefix(".experts.")) {
-                let (_, projection) = rest.split_once('.')?;
-                let place = experts.names.projections.iter().position(|it| *it == projection)?;
+            if let Some((_, place, _)) = experts.split(name) {
                 return Some(format!("blk.{layer}.{}.{kind}", EXPERTS[place]));
             }
         }
@@ -257,11 +254,22 @@ fn single_expert(config: &Config, part: &str) -> Option<String> {
     Some(experts.projections(expert)[place].clone())
 }
 
-/// Our names of the weights of all experts of a layer that are in one tensor, in their order.
-pub(super) fn experts_from_gguf(config: &Config, name: &str) -> Option<Vec<String>> {
+/// Whether a tensor has the weights of all experts of a layer.
+pub(super) fn holds_experts(config: &Config, name: &str) -> bool {
+    config.experts.is_some() && stack(name).is_some()
+}
+
+/// Of such a name the layer, which projection it is, and weight or bias.
+fn stack(name: &str) -> Option<(&str, usize, &str)> {
     let (path, kind) = split_kind(name)?;
     let (layer, part) = path.strip_prefix("blk.")?.split_once('.')?;
     let place = EXPERTS.iter().position(|theirs| *theirs == part)?;
+    Some((layer, place, kind))
+}
+
+/// Our names of the weights of all experts of a layer that are in one tensor, in their order.
+pub(super) fn experts_from_gguf(config: &Config, name: &str) -> Option<Vec<String>> {
+    let (layer, place, kind) = stack(name)?;
     let experts = config.experts?;
     let ours = |expert| {
         let projection = &experts.projections(expert)[place];

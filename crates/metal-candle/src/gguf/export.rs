@@ -131,7 +131,7 @@ pub fn write(
             let kind = tensor.kind;
             return Err(invalid(format!("is {kind}; llama.cpp has F32 for norms and biases")));
         }
-        if architecture::experts_from_gguf(model, &name).is_some() {
+        if architecture::holds_experts(model, &name) {
             stacks.entry(name).or_default().push(tensor);
             continue;
         }

@@ -124,6 +124,16 @@ impl ExpertsConfig {
         format!("{}.gate", self.names.module)
     }
 
+    /// Of a name that goes through an expert's projection: what stands before the experts' module, which projection it is, and
+    /// what follows it.
+    pub(crate) fn split<'n>(&self, name: &'n str) -> Option<(&'n str, usize, &'n str)> {
+        let (layer, rest) = name.split_once(&format!(".{}.experts.", self.names.module))?;
+        let (_, rest) = rest.split_once('.')?;
+        let (projection, part) = rest.split_once('.')?;
+        let place = self.names.projections.iter().position(|it| *it == projection)?;
+        Some((layer, place, part))
+    }
+
     /// The names of an expert's projections within the layer: into its gate and value, and back.
     pub(crate) fn projections(&self, expert: usize) -> [String; 3] {
         let module = self.names.module;

@@ -96,6 +96,13 @@ pub(crate) struct Expert {
     pub down: Linear,
 }
 
+impl Expert {
+    /// Into its gate and value, and back.
+    pub fn layers(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+}
+
 /// What follows attention in a layer.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
@@ -389,7 +396,7 @@ impl Layer {
         let mut matrices = self.linears();
         if let FeedForward::Experts(Experts { router, experts, .. }) = &self.feed_forward {
             matrices.push(router);
-            matrices.extend(experts.iter().flat_map(|it| [&it.gate, &it.up, &it.down]));
+            matrices.extend(experts.iter().flat_map(Expert::layers));
         }
         matrices
     }

@@ -308,8 +308,7 @@ impl Model {
         let fits = few::Layer::fits(count, self.config.hidden_size, width, self.dtype);
         let is_dense =
             |layer: &&Linear| matches!(self.weights.storage(layer.weight), Storage::Dense(_));
-        let are_dense =
-            |expert: &Expert| [&expert.gate, &expert.up, &expert.down].iter().all(is_dense);
+        let are_dense = |expert: &Expert| expert.layers().iter().all(is_dense);
         let mut layers = self.layers.iter();
         self.device.is_cuda()
             && fits
@@ -423,9 +422,9 @@ impl Model {
     /// Every weight under its name in the checkpoint: of each layer the linear layers, experts included, then the norms.
     pub(crate) fn named_weights(&self) -> impl Iterator<Item = (&str, WeightId)> {
         let layers = self.layers.iter().flat_map(|layer| {
-            let linears = layer.matrices().into_iter();
-            let linears = linears.flat_map(|linear| [Some(linear.weight), linear.bias]).flatten();
-            linears.chain(layer.norms().map(|norm| norm.weight))
+            let matrices = layer.matrices().into_iter();
+            let weights = matrices.flat_map(|linear| [Some(linear.weight), linear.bias]).flatten();
+            weights.chain(layer.norms().map(|norm| norm.weight))
         });
         let ids = std::iter::once(self.embedding).chain(layers).chain([self.norm.weight]);
         ids.chain(self.head).map(|id| (self.weights.name(id), id))

@@ -255,8 +255,7 @@ impl Mlp {
 }
 
 impl Experts {
-    /// The stream, and what this adds to it: the rows of each token's experts are gathered, expert by expert, and added
-    /// up by their weights.
+    /// The stream, and what this adds to it.
     fn forward(&self, tape: &Tape, read: Normed, pass: &Pass) -> Result<(Value, Value)> {
         let (stream, normed) = read.stream.normed(tape, read.norm, pass)?;
         let (batch, seq, hidden) = normed.tensor().dims3()?;
@@ -264,25 +263,31 @@ impl Experts {
         let logits = linear::forward_router(&self.router, tape, &normed, pass)?;
         let logits = tape.reshape(&logits, (tokens, self.router.output))?;
         let rows = tape.reshape(&normed, (tokens, hidden))?;
-        if let Some(added) = linear::forward_few_experts(self, tape, [&rows, &logits], pass)? {
-            let added = tape.reshape(&added, (batch, seq, hidden))?;
-            return Ok((stream, pass.whole(tape, added)?));
-        }
+        let added = match linear::forward_few_experts(self, tape, [&rows, &logits], pass)? {
+            Some(added) => added,
+            None => self.forward_by_host(tape, [&rows, &logits], pass)?,
+        };
+        let added = tape.reshape(&added, (batch, seq, hidden))?;
+        Ok((stream, pass.whole(tape, added)?))
+    }
+
+    /// What the experts of `x (tokens, hidden)` add up to by their logits `(tokens, experts)`: the host chooses them, the rows
+    /// of each token's are gathered, expert by expert, and added up by their weights.
+    fn forward_by_host(&self, tape: &Tape, [x, logits]: [&Value; 2], pass: &Pass) -> Result<Value> {
         let Options { active, normalized, activation } = self.options;
-        let (weights, routes) = tape.route(&logits, active, normalized)?;
+        let (tokens, hidden) = x.tensor().dims2()?;
+        let (weights, routes) = tape.route(logits, active, normalized)?;
         let Dispatch { tokens: order, places, experts } = routes.dispatch();
-        let device = normed.tensor().device();
+        let device = x.tensor().device();
         let count = order.len();
         let order = Tensor::from_vec(order, (1, count), device)?;
         let places = Tensor::from_vec(places, (tokens, active), device)?;
-        let gathered = tape.rows(&rows, &order)?;
+        let gathered = tape.rows(x, &order)?;
         let gathered = tape.reshape(&gathered, (count, hidden))?;
         let experts: Vec<_> =
             experts.iter().map(|(expert, rows)| (&self.experts[*expert], *rows)).collect();
         let outputs = linear::forward_experts(&experts, tape, &gathered, activation, pass)?;
-        let added = tape.combine(&outputs, &weights, &places)?;
-        let added = tape.reshape(&added, (batch, seq, hidden))?;
-        Ok((stream, pass.whole(tape, added)?))
+        tape.combine(&outputs, &weights, &places)
     }
 }
 

@@ -34,10 +34,6 @@ pub(super) fn forward_router(
 }
 
 impl Expert {
-    fn layers(&self) -> [&Linear; 3] {
-        [&self.gate, &self.up, &self.down]
-    }
-
     /// Whether an adapter has another weight in the place of one of its own. None has an update for it.
     fn is_replaced(&self, adapter: &Adapter) -> bool {
         self.layers().iter().any(|layer| adapter.replacement(layer.weight).is_some())

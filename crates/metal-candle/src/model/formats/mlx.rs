@@ -144,12 +144,8 @@ const STACKED: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// The tensor of mlx-lm that has a part of an expert's matrix among those of the others.
 pub(crate) fn stacked(experts: &ExpertsConfig, name: &str) -> Option<String> {
-    let module = experts.names.module;
-    let (layer, rest) = name.split_once(&format!(".{module}.experts."))?;
-    let (_, rest) = rest.split_once('.')?;
-    let (projection, part) = rest.split_once('.')?;
-    let place = experts.names.projections.iter().position(|it| *it == projection)?;
-    Some(format!("{layer}.{module}.{STACK}.{}.{part}", STACKED[place]))
+    let (layer, place, part) = experts.split(name)?;
+    Some(format!("{layer}.{}.{STACK}.{}.{part}", experts.names.module, STACKED[place]))
 }
 
 /// The names of the experts' parts in a tensor of mlx-lm that has them all, or in a path that stands for all.
