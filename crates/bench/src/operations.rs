@@ -111,7 +111,7 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
         Work::Attention { head_dim, pass, .. } => {
             let (q, k, v) = (inputs.get("q")?, inputs.get("k")?, inputs.get("v")?);
             let scale = 1.0 / (head_dim as f64).sqrt();
-            let options = attention::Options { scale, softcap: None, window: None };
+            let options = attention::Options { scale, softcap: None, window: None, sinks: None };
             match pass {
                 Pass::Forward => {
                     Box::new(move || Ok(vec![attention::forward(&q, &k, &v, None, &options)?.0]))

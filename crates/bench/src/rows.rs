@@ -1092,8 +1092,9 @@ fn bytes_of(dtype: Precision) -> f64 {
 
 /// What a model's cost follows from.
 struct Sizes {
-    /// Weights in the decoder's linear layers.
+    /// Weights in the decoder's linear layers, and those of experts among them.
     linears: f64,
+    experts: f64,
     /// Weights of the head.
     head: f64,
     /// Inputs and outputs of all linear layers, added up.
@@ -1107,11 +1108,10 @@ struct Sizes {
 impl Sizes {
     /// Of all matrices that a token passes through.
     fn bytes(&self, dtype: Precision, quantization: Option<Quantization>) -> f64 {
-        let bits = |is_table| {
-            let quantized = quantization.and_then(|it| it.bits_per_weight(is_table));
-            quantized.unwrap_or(8.0 * bytes_of(dtype))
-        };
-        (self.linears * bits(false) + self.head * bits(true)) / 8.0
+        let quantized = quantization.map_or([None; 3], |it| it.bits_per_weight());
+        let [linears, experts, head] = quantized.map(|it| it.unwrap_or(8.0 * bytes_of(dtype)));
+        let others = self.linears - self.experts;
+        (others * linears + self.experts * experts + self.head * head) / 8.0
     }
 
     fn of(shape: &str) -> Result<Self> {
@@ -1133,6 +1133,7 @@ impl Sizes {
         ];
         Ok(Self {
             linears: layers * pairs.iter().map(|(input, output)| input * output).sum::<f64>(),
+            experts: config.experts.map_or(0.0, |_| layers * 3.0 * hidden * inner),
             head: config.vocab_size as f64 * hidden,
             adapter_width: layers * pairs.iter().map(|(input, output)| input + output).sum::<f64>(),
             query_width: queries,

@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// The names that [`config`] knows.
-pub const NAMES: [&str; 5] =
-    ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "qwen3-30b-a3b", "tiny"];
+pub const NAMES: [&str; 6] =
+    ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny"];
 
 /// The `config.json` of a shape. `tiny` is made up, for trying things out.
 ///
@@ -45,6 +45,14 @@ pub fn config_json(name: &str) -> Result<Value> {
             "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
             "norm_topk_prob": true, "vocab_size": 151936, "tie_word_embeddings": false,
             "rope_theta": 1000000.0, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        }),
+        "gpt-oss-20b" => json!({
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+            "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+            "tie_word_embeddings": false, "attention_bias": true, "sliding_window": 128,
+            "max_position_embeddings": 131072, "rope_theta": 150000.0,
         }),
         "tiny" => json!({
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

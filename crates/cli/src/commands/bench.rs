@@ -58,7 +58,7 @@ pub struct Arguments {
     /// The parts to time, with commas between [default: all]
     #[arg(long, value_enum, value_name = "PART", value_delimiter = ',', help_heading = "Work")]
     only: Vec<Part>,
-    /// The model's shape: smollm2-135m, llama-3.2-1b, llama-3-8b, qwen3-30b-a3b, tiny, or that of a model's folder, config.json or GGUF
+    /// The model's shape: smollm2-135m, llama-3.2-1b, llama-3-8b, qwen3-30b-a3b, gpt-oss-20b, tiny, or that of a model's folder, config.json or GGUF
     /// file, of which the weights aren't read
     #[arg(long, value_name = "NAME|PATH", default_value = "smollm2-135m", help_heading = "Work")]
     shape: String,

@@ -92,6 +92,26 @@ template <typename T> __device__ __forceinline__ void backward_rows_sums(const P
     p.corrections[at] = own;
 }
 
+/// The gradients of sinks into `corrections`, (heads); a block has a head, and its warps take turns of the rows.
+template <typename T> __device__ __forceinline__ void attention_backward_sinks(const Parameters &p) {
+    follow_previous();
+    __shared__ float scratch[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, head = blockIdx.x;
+    const float sink = to_float(static_cast<const T *>(p.sinks)[head]);
+    float total = 0.0f;
+    for (int64_t token = warp; token < int64_t(p.batch) * p.queries; token += blockDim.x / WARP) {
+        const int64_t start = (token * p.heads + head) * p.head_dim;
+        float sum = 0.0f;
+        for (int i = lane; i < p.head_dim; i += WARP)
+            sum = fmaf(to_float(static_cast<const T *>(p.o)[start + i]),
+                       to_float(static_cast<const T *>(p.d_o)[start + i]), sum);
+        const float row = p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)];
+        total = fmaf(expf(sink - row), sum, total);
+    }
+    total = block_sum(total, scratch);
+    if (threadIdx.x == 0) p.corrections[head] = -total;
+}
+
 /// `lowest` and `tile_lowest`, a warp a tile of `size` queries.
 __device__ __forceinline__ void backward_tile_ranges(const Parameters &p, int size) {
     const int lane = threadIdx.x % WARP;

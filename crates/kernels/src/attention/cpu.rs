@@ -78,6 +78,8 @@ pub(super) struct Problem<'a, A> {
     pub ranges: Vec<(usize, usize)>,
     pub scale: A,
     pub softcap: Option<A>,
+    /// Of each head, if there are any.
+    pub sinks: Vec<A>,
 }
 
 impl<A: Real> Problem<'_, A> {
@@ -232,16 +234,13 @@ impl<A: Real> Problem<'_, A> {
         row.fill(A::ZERO);
         let lines = values.storage.from(values.place(batch, kv_head, first));
         add_combinations(1, count, count, &scores, lines, values.strides[1], 0..head_dim, &mut row);
-        if count > 0 {
-            let inverse = A::ONE / total;
-            row.iter_mut().for_each(|value| *value *= inverse);
-        }
+        let end = end_row((max, total), self.sinks.get(head));
+        row.iter_mut().for_each(|value| *value *= end.factor);
         let index = (batch * heads + head) * queries + query;
         // SAFETY: every row of a head belongs to one task.
         unsafe {
             T::narrow(&row, o.slice(start..start + head_dim));
-            log_sum_exp.slice(index..index + 1)[0] =
-                if count > 0 { max + total.ln() } else { A::NEG_INFINITY };
+            log_sum_exp.slice(index..index + 1)[0] = end.log_sum_exp;
         }
     }
 
@@ -305,19 +304,14 @@ impl<A: Real> Problem<'_, A> {
             || {
                 for row in 0..rows {
                     let result = &mut result[row * width..][..head_dim];
-                    let seen = ranges[row].0 < ranges[row].1;
-                    let (top, total) = sums[row];
-                    if seen {
-                        let inverse = A::ONE / total;
-                        result.iter_mut().for_each(|value| *value *= inverse);
-                    }
+                    let end = end_row(sums[row], self.sinks.get(head));
+                    result.iter_mut().for_each(|value| *value *= end.factor);
                     let start = self.row_start(batch, first + row, head);
                     let index = (batch * heads + head) * queries + first + row;
                     // SAFETY: every row of a head belongs to one task.
                     unsafe {
                         T::narrow(result, o.slice(start..start + head_dim));
-                        log_sum_exp.slice(index..index + 1)[0] =
-                            if seen { top + total.ln() } else { A::NEG_INFINITY };
+                        log_sum_exp.slice(index..index + 1)[0] = end.log_sum_exp;
                     }
                 }
             },
@@ -554,6 +548,64 @@ pub(super) fn join<A: Real>(
         *value += *part * shrink;
     }
     (top, total + part_total * shrink)
+}
+
+/// What a row's values are multiplied by, and its `log_sum_exp`.
+pub(super) struct RowEnd<A> {
+    pub factor: A,
+    pub log_sum_exp: A,
+}
+
+/// The end of a row with this largest score and this sum of weights of all keys that it sees, and the sink of its head, if
+/// it has one.
+#[inline(always)]
+pub(super) fn end_row<A: Real>((top, total): (A, A), sink: Option<&A>) -> RowEnd<A> {
+    match sink {
+        Some(sink) if *sink > top => {
+            let shrink = (top - *sink).exp_nonpositive();
+            let total = total * shrink + A::ONE;
+            RowEnd { factor: shrink / total, log_sum_exp: *sink + total.ln() }
+        }
+        // No key is seen.
+        _ if total == A::ZERO => RowEnd { factor: A::ZERO, log_sum_exp: A::NEG_INFINITY },
+        _ => {
+            let total = sink.map_or(total, |sink| total + (*sink - top).exp_nonpositive());
+            RowEnd { factor: A::ONE / total, log_sum_exp: top + total.ln() }
+        }
+    }
+}
+
+/// See [`super::backward_sinks`]; sizes are rows, queries of a row, and elements of a head.
+pub(super) fn backward_sinks<A: Real>(
+    [batch, queries, head_dim]: [usize; 3],
+    sinks: Values<A>,
+    o: Values<A>,
+    log_sum_exp: &[A],
+    d_o: Values<A>,
+    gradients: &mut [A],
+) {
+    let heads = gradients.len();
+    let mut of_heads = vec![A::ZERO; heads];
+    sinks.read(0, &mut of_heads);
+    let gradients = Disjoint::new(gradients);
+    for_each_index(
+        heads,
+        batch * queries * heads * head_dim > PARALLEL_SCORES,
+        #[inline(always)]
+        |head| {
+            let (mut out, mut grad) = (Scratch::new(head_dim), Scratch::new(head_dim));
+            let mut total = A::ZERO;
+            for token in 0..batch * queries {
+                let start = (token * heads + head) * head_dim;
+                o.read(start, &mut out);
+                d_o.read(start, &mut grad);
+                let row = (token / queries * heads + head) * queries + token % queries;
+                total += (of_heads[head] - log_sum_exp[row]).exp() * dot(&grad, &out);
+            }
+            // SAFETY: a head has one task.
+            unsafe { gradients.slice(head..head + 1)[0] = -total };
+        },
+    );
 }
 
 /// The rows of a tile as lines of a left side.

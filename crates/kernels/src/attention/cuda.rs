@@ -32,6 +32,7 @@ pub(super) struct Parameters {
     pub partial_o: u64,
     pub partial_sums: u64,
     pub partial_keys: u64,
+    pub sinks: u64,
     pub q_strides: [i64; 3],
     pub k_strides: [i64; 3],
     pub v_strides: [i64; 3],
@@ -259,8 +260,8 @@ pub(super) struct Call<'a> {
     dtype: DType,
     kernels: Kernels,
     parameters: Parameters,
-    /// q, k, v and the first keys: copies and views that the parameters point into.
-    inputs: [Option<Array>; 4],
+    /// q, k, v, the first keys and the sinks: copies and views that the parameters point into.
+    inputs: [Option<Array>; 5],
 }
 
 impl<'a> Call<'a> {
@@ -289,6 +290,7 @@ impl<'a> Call<'a> {
         let [q, k, v] =
             [strided(&cuda, q, aligned)?, strided(&cuda, k, aligned)?, strided(&cuda, v, aligned)?];
         let first_key = first_key.map(|first_key| cuda.contiguous(first_key)).transpose()?;
+        let sinks = options.sinks.as_ref().map(|sinks| cuda.contiguous(sinks)).transpose()?;
         let strides = |array: &Array| [array.stride(0), array.stride(1), array.stride(2)];
         let (mode, factor, inner) = score_numbers(options);
         let parameters = Parameters {
@@ -296,6 +298,7 @@ impl<'a> Call<'a> {
             k: k.pointer,
             v: v.pointer,
             first_key: first_key.as_ref().map_or(0, |first_key| first_key.pointer),
+            sinks: sinks.as_ref().map_or(0, |sinks| sinks.pointer),
             q_strides: strides(&q),
             k_strides: strides(&k),
             v_strides: strides(&v),
@@ -318,7 +321,7 @@ impl<'a> Call<'a> {
             parts: 1,
             ..Parameters::default()
         };
-        let inputs = [Some(q), Some(k), Some(v), first_key];
+        let inputs = [Some(q), Some(k), Some(v), first_key, sinks];
         Ok(Call { cuda, sizes, dtype, kernels, parameters, inputs })
     }
 
@@ -684,6 +687,44 @@ impl<'a> Call<'a> {
         }?;
         Ok(Some(lowest))
     }
+}
+
+/// See [`super::backward_sinks`].
+pub(super) fn backward_sinks(
+    sinks: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    d_o: &Tensor,
+) -> Result<Tensor> {
+    const THREADS: u32 = 256;
+    let cuda = Cuda::of(o)?;
+    let (batch, queries, heads, head_dim) = o.dims4()?;
+    let gradients = cuda.empty(heads, DType::F32)?;
+    let name = by_dtype!("attention_backward_sinks", o.dtype())?;
+    let [sinks, o, log_sum_exp, d_o] = [sinks, o, log_sum_exp, d_o].map(|it| cuda.contiguous(it));
+    let (sinks, o, log_sum_exp, d_o) = (sinks?, o?, log_sum_exp?, d_o?);
+    let parameters = Parameters {
+        o: o.pointer,
+        d_o: d_o.pointer,
+        log_sum_exp: log_sum_exp.pointer,
+        corrections: gradients.pointer,
+        sinks: sinks.pointer,
+        batch: batch as i32,
+        queries: queries as i32,
+        heads: heads as i32,
+        head_dim: head_dim as i32,
+        ..Parameters::default()
+    };
+    if heads > 0 {
+        let launch = MODULE.launch(&cuda, name, (heads as u32, 1, 1), THREADS, 0)?.overlapping();
+        // SAFETY: the parameters describe arrays that are held here; a block has a head.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&parameters);
+            })
+        }?;
+    }
+    Ok(gradients.tensor)
 }
 
 /// What Hopper's backward kernels hold of heads padded to `size`, and the barriers of their stages.

@@ -65,11 +65,11 @@ __device__ __forceinline__ void store_sums(const Parameters &p, int64_t row, int
     p.partial_sums[row * p.parts + part] = make_float2(sums.top, sums.total);
 }
 
-__device__ __forceinline__ void store_log_sum_exp(const Parameters &p, int64_t row, const RowSums &sums) {
+__device__ __forceinline__ void store_log_sum_exp(const Parameters &p, int64_t row, const RowEnd &end) {
     if (p.log_sum_exp == nullptr) return;
     const int head = row % p.heads;
     const int64_t token = row / p.heads;
-    p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] = log_of_sum(sums.top, sums.total);
+    p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] = end.log_sum_exp;
 }
 
 /// Warps of a block, each of which brings a quarter of a segment's keys and values, and segments that there is room for.
@@ -337,17 +337,18 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (!inside[half]) continue;
-        const float inverse = inverse_of(sums[half].total);
+        const int head = few_row(p, kv_head, first_row + half * 8 + lane / 4).head;
+        const RowEnd end = end_row<T>(p, head, sums[half]);
 #pragma unroll
         for (int i = 0; i < SIXTEENS; i++) {
             const int column = i * 64 + warp * 16 + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const float pair[2] = {out[i][n][half * 2], out[i][n][half * 2 + 1]};
-                store_result<T, 2>(p, to[half], column + n * 8, pair, inverse);
+                store_result<T, 2>(p, to[half], column + n * 8, pair, end.factor);
             }
         }
-        if (warp == 0 && lane % 4 == 0) store_log_sum_exp(p, to[half], sums[half]);
+        if (warp == 0 && lane % 4 == 0) store_log_sum_exp(p, to[half], end);
     }
 }
 
@@ -418,7 +419,7 @@ template <int D> struct PartsInCluster {
                 pair[1] = joint.of(pair[1], next.y);
             }
             store_result<T, 2>(p, query_row(p, batch, mine.query, mine.head), first_column + column, pair,
-                               inverse_of(of_row.total));
+                               end_row<T>(p, mine.head, of_row).factor);
         }
     }
 };
@@ -616,11 +617,12 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
         if (to[row] < 0) continue;
-        if (threadIdx.x == 0) store_log_sum_exp(p, to[row], sums[row]);
+        const RowEnd end = end_row<T>(p, to[row] % p.heads, sums[row]);
+        if (threadIdx.x == 0) store_log_sum_exp(p, to[row], end);
 #pragma unroll
         for (int i = 0; i < COLUMNS / THREADS; i++) {
             const float value[1] = {result[row][i]};
-            store_result<T, 1>(p, to[row], i * THREADS + threadIdx.x, value, inverse_of(sums[row].total));
+            store_result<T, 1>(p, to[row], i * THREADS + threadIdx.x, value, end.factor);
         }
     }
 }
@@ -690,11 +692,12 @@ __device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, 
         }
         __syncthreads();
     }
-    if (threadIdx.x == 0) store_log_sum_exp(p, row, sums);
+    const RowEnd row_end = end_row<T>(p, row % p.heads, sums);
+    if (threadIdx.x == 0) store_log_sum_exp(p, row, row_end);
 #pragma unroll
     for (int i = 0; i < COMBINE_COLUMNS; i++) {
         const float value[1] = {out[i]};
-        store_result<T, 1>(p, row, threadIdx.x + i * COMBINE_THREADS, value, inverse_of(sums.total));
+        store_result<T, 1>(p, row, threadIdx.x + i * COMBINE_THREADS, value, row_end.factor);
     }
 }
 

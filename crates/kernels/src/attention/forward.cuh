@@ -98,12 +98,11 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const auto [top, total] = sums[m][half];
-            inverse[m][half] = inverse_of(total);
+            const RowEnd end = end_row<T>(p, head, sums[m][half]);
+            inverse[m][half] = end.factor;
             const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
             if (lane % 4 == 0 && row < rows && p.log_sum_exp != nullptr)
-                p.log_sum_exp[sum_row(p, batch, first_query + row, head)] =
-                    log_of_sum(top, total);
+                p.log_sum_exp[sum_row(p, batch, first_query + row, head)] = end.log_sum_exp;
         }
     }
     // A warp's queries are read by no other, so their place serves for the result.

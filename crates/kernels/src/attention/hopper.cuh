@@ -203,11 +203,11 @@ __device__ __forceinline__ void hopper_forward(const Parameters &p,
     float inverse[1][2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float sum = row_sum(total[half]);
-        inverse[0][half] = inverse_of(sum);
+        const RowEnd end = end_row<T>(p, head, {top[half], row_sum(total[half])});
+        inverse[0][half] = end.factor;
         const int row = warp_row + half * 8 + lane / 4;
         if (lane % 4 == 0 && row < rows)
-            p.log_sum_exp[sum_row(p, batch, first_query + row, head)] = log_of_sum(top[half], sum);
+            p.log_sum_exp[sum_row(p, batch, first_query + row, head)] = end.log_sum_exp;
     }
     // This warpgroup's queries have been read, and no other reads them: their place serves for the
     // result.

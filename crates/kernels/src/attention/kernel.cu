@@ -39,6 +39,7 @@ FOR_EACH_TILE_KERNEL(BACKWARD_QUERIES)
 FOR_EACH_TILE_KERNEL(BACKWARD_KEYS)
 
 FOR_EACH_DTYPE(backward_rows_sums, 256, (const __grid_constant__ Parameters p), (p))
+FOR_EACH_DTYPE(attention_backward_sinks, 256, (const __grid_constant__ Parameters p), (p))
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_tile_ranges(const __grid_constant__ Parameters p, int size) {

@@ -37,6 +37,8 @@ constant bool SPLIT [[function_constant(5)]];
 constant bool PAGED [[function_constant(6)]];
 /// Whether those are codes of 8 bits; see paged/rounded/mod.rs.
 constant bool ROUNDED [[function_constant(7)]];
+/// Whether heads have sinks: scores that no key has.
+constant bool SINKS [[function_constant(8)]];
 constant bool GIVES_O = !SPLIT || PAGED;
 constant bool GIVES_SUM = !SPLIT && !PAGED;
 constant bool ONE_SEQUENCE = !PAGED;
@@ -424,6 +426,25 @@ inline float log_of_sum(float top, float total) {
 
 inline float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
 
+/// What a row's sums of powers times values are multiplied by, and its `log_sum_exp`.
+struct RowEnd {
+    float factor, log_sum_exp;
+};
+
+/// The end of a row whose keys are all seen, with the sink of its head, if it has one.
+template <typename T>
+inline RowEnd end_row(device const T *sinks, uint head, float top, float total) {
+    float shrink = 1.0f;
+    if (SINKS) {
+        const float sink = M_LOG2E_F * float(sinks[head]);
+        const float highest = max(top, sink), base = highest == -INFINITY ? 0.0f : highest;
+        shrink = power(top - base);
+        total = fma(total, shrink, power(sink - base));
+        top = highest;
+    }
+    return {shrink * inverse_of(total), log_of_sum(top, total)};
+}
+
 /// A threadgroup has 8·simdgroups queries of a head, and goes over tiles of the keys that they see.
 ///
 /// Rows of tiles: 32 of queries, 16 in f32 with D = 256; of keys and of values as many as COLUMNS, which
@@ -439,7 +460,8 @@ template <typename T, uint D>
     device const uint *numbers [[buffer(8), function_constant(PAGED)]],
     constant PagedBatch &paged [[buffer(9), function_constant(PAGED)]],
     device const uchar *k_scales [[buffer(10), function_constant(ROUNDED)]],
-    device const uchar *v_scales [[buffer(11), function_constant(ROUNDED)]], PLACE, SIMD_PLACE) {
+    device const uchar *v_scales [[buffer(11), function_constant(ROUNDED)]],
+    device const T *sinks [[buffer(12), function_constant(SINKS)]], PLACE, SIMD_PLACE) {
     constexpr uint BYTES = D * sizeof(T), MOST_SIMDGROUPS = BYTES == 1024 ? 2 : 4;
     constexpr uint COLUMNS = BYTES <= 192 ? 32 : BYTES <= 512 ? 16 : 8, N = COLUMNS / 8;
     constexpr bool SHARED = BYTES >= 512;
@@ -537,12 +559,12 @@ template <typename T, uint D>
         }
         if (active) multiply_columns<T, D, N>(sums, scores, v_tile, at);
     }
-    total = row_sum(total);
+    const RowEnd row_end = end_row(sinks, head, top, row_sum(total));
     if (!inside) return;
     if (ONE_SEQUENCE && at.column == 0)
-        log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] = log_of_sum(top, total);
+        log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] = row_end.log_sum_exp;
     o += ((ulong(batch) * p.queries + query) * p.heads + head) * HEAD_DIM;
-    write_row<T, D>(o, sums, inverse_of(total), at);
+    write_row<T, D>(o, sums, row_end.factor, at);
 }
 
 /// Σ do·o of every query and head; a simdgroup a row.
@@ -563,6 +585,28 @@ template <typename T>
     const uint token = row / p.heads, head = row % p.heads;
     const uint batch = token / p.queries, query = token % p.queries;
     if (lane == 0) corrections[(ulong(batch) * p.heads + head) * p.queries + query] = sum;
+}
+
+/// The gradients of sinks; a threadgroup has a head, and its simdgroups take turns of the rows.
+template <typename T>
+[[kernel]] void attention_backward_sinks(
+    device const T *sinks [[buffer(0)]], device const T *o [[buffer(1)]],
+    device const float *log_sum_exp [[buffer(2)]], device const T *d_o [[buffer(3)]],
+    device float *gradients [[buffer(4)]], constant uint &tokens [[buffer(5)]],
+    constant uint &queries [[buffer(6)]], constant uint &heads [[buffer(7)]],
+    constant uint &head_dim [[buffer(8)]], PLACE, SIMD_PLACE) {
+    threadgroup float scratch[SIMDGROUPS];
+    const uint head = group.x;
+    float total = 0.0f;
+    for (uint token = simdgroup; token < tokens; token += simdgroups) {
+        const ulong start = (ulong(token) * heads + head) * head_dim;
+        float sum = 0.0f;
+        for (uint i = lane; i < head_dim; i += 32) sum += float(o[start + i]) * float(d_o[start + i]);
+        const ulong row = (ulong(token / queries) * heads + head) * queries + token % queries;
+        total += exp(float(sinks[head]) - log_sum_exp[row]) * sum;
+    }
+    total = group_sum(total, scratch, lane, simdgroup, simdgroups);
+    if (own.x == 0) gradients[head] = -total;
 }
 
 /// What a threadgroup of `attention_backward` gives. It has rows x₁ and x₂ and goes over tiles of columns
@@ -790,7 +834,8 @@ template <typename T, uint D>
     device const uint *numbers [[buffer(10), function_constant(PAGED)]],
     constant PagedBatch &paged [[buffer(11), function_constant(PAGED)]],
     device const uchar *k_scales [[buffer(12), function_constant(ROUNDED)]],
-    device const uchar *v_scales [[buffer(13), function_constant(ROUNDED)]], PLACE, SIMD_PLACE) {
+    device const uchar *v_scales [[buffer(13), function_constant(ROUNDED)]],
+    device const T *sinks [[buffer(14), function_constant(SINKS)]], PLACE, SIMD_PLACE) {
     constexpr uint N = 2, MOST_SIMDGROUPS = D <= 128 ? 4 : 2, PITCH = D / 4 + 1;
     // Of so many times 32 columns a lane reads its quads at once.
     constexpr uint BLOCKS = D == 96 ? 3 : 2, QUADS = BLOCKS * N * 2;
@@ -924,10 +969,11 @@ template <typename T, uint D>
         const uint query = index / heads_of_key, head = first_head + index % heads_of_key;
         const ulong to = (ulong(batch) * p.queries + query) * p.heads + head;
         if (!SPLIT || (PAGED && span.splits == 1)) {
-            write_quad(o + to * HEAD_DIM, quad * 4, values * inverse_of(sum));
+            const RowEnd row_end = end_row(sinks, head, best, sum);
+            write_quad(o + to * HEAD_DIM, quad * 4, values * row_end.factor);
             if (GIVES_SUM && quad == 0)
                 log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] =
-                    log_of_sum(best, sum);
+                    row_end.log_sum_exp;
         } else {
             const ulong part = to * span.splits + span.item;
             write_quad(partial_o + part * HEAD_DIM, quad * 4, values);
@@ -948,6 +994,7 @@ template <typename T>
                                   [[buffer(5), function_constant(PAGED)]],
                                   constant PagedBatch &paged
                                   [[buffer(6), function_constant(PAGED)]],
+                                  device const T *sinks [[buffer(7), function_constant(SINKS)]],
                                   PLACE) {
     // The row, and the ranges of keys that it sees.
     ulong row = group.x;
@@ -973,21 +1020,22 @@ template <typename T>
     float total = 0.0f;
     for (uint split = 0; split < splits; split++)
         total += power(partial_sums[split].x - base) * partial_sums[split].y;
+    const uint token = group.x / p.heads, head = group.x % p.heads;
+    const RowEnd row_end = end_row(sinks, head, best, total);
     for (uint column = own.x; column < HEAD_DIM; column += threads.x) {
         float value = 0.0f;
         for (uint split = 0; split < splits; split++)
             value += power(partial_sums[split].x - base) *
                      partial_o[ulong(split) * HEAD_DIM + column];
-        o[row * HEAD_DIM + column] = static_cast<T>(value * inverse_of(total));
+        o[row * HEAD_DIM + column] = static_cast<T>(value * row_end.factor);
     }
-    const uint token = group.x / p.heads, head = group.x % p.heads;
     const uint batch = token / p.queries, query = token % p.queries;
     if (ONE_SEQUENCE && own.x == 0)
-        log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] =
-            log_of_sum(best, total);
+        log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] = row_end.log_sum_exp;
 }
 
 FOR_EACH_DTYPE(attention_corrections)
+FOR_EACH_DTYPE(attention_backward_sinks)
 FOR_EACH_DTYPE(attention_combine)
 
 #define FOR_EACH_HEAD_DIM(define, type, dtype)                                                     \

@@ -79,6 +79,7 @@ pub(super) struct Call {
     k: Array,
     v: Array,
     first_key: Option<Array>,
+    sinks: Option<Array>,
     /// `AttentionStrides` in `kernel.metal`.
     strides: [u64; 9],
 }
@@ -92,9 +93,10 @@ pub(super) const CAPPED: usize = 4;
 pub(super) const SPLIT: usize = 5;
 pub(super) const PAGED: usize = 6;
 pub(super) const ROUNDED: usize = 7;
+pub(super) const SINKS: usize = 8;
 
 /// What a call's kernels are made for.
-pub(super) struct Made(pub [(usize, Constant); 8]);
+pub(super) struct Made(pub [(usize, Constant); 9]);
 
 impl Made {
     pub(super) fn kernel(&self, name: &'static str) -> Kernel<'_> {
@@ -132,8 +134,9 @@ impl Call {
         for (place, stride) in strides.iter_mut().zip(of_tensors) {
             *place = *stride as u64;
         }
-        let options = *options;
-        Ok(Call { metal, sizes, dtype, padded, options, q, k, v, first_key, strides })
+        let sinks = options.sinks.as_ref().map(|sinks| metal.contiguous(sinks)).transpose()?;
+        let options = options.clone();
+        Ok(Call { metal, sizes, dtype, padded, options, q, k, v, first_key, sinks, strides })
     }
 
     /// `others` are read or written beside `q`, `k` and `v`.
@@ -156,6 +159,7 @@ impl Call {
             (SPLIT, Constant::Bool(splits.count > 1)),
             (PAGED, Constant::Bool(false)),
             (ROUNDED, Constant::Bool(false)),
+            (SINKS, Constant::Bool(self.sinks.is_some())),
         ]))
     }
 
@@ -183,6 +187,10 @@ impl Call {
 
     fn first_key(&self) -> Argument<'_> {
         self.first_key.as_ref().map_or(Argument::Absent, Argument::Input)
+    }
+
+    fn sinks(&self) -> Argument<'_> {
+        self.sinks.as_ref().map_or(Argument::Absent, Argument::Input)
     }
 
     /// Bytes of a padded row.
@@ -258,6 +266,11 @@ impl Call {
             Argument::Output(log_sum_exp),
             Argument::U32s(&numbers),
             Argument::U64s(&self.strides),
+            Argument::Absent,
+            Argument::Absent,
+            Argument::Absent,
+            Argument::Absent,
+            self.sinks(),
         ];
         let (most, _) = most_simdgroups(self.padded, self.dtype);
         let groups = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
@@ -320,6 +333,11 @@ impl Call {
             to_partial_sums,
             Argument::U32s(&numbers),
             Argument::U64s(&self.strides),
+            Argument::Absent,
+            Argument::Absent,
+            Argument::Absent,
+            Argument::Absent,
+            self.sinks(),
         ];
         let (_, most) = most_simdgroups(self.padded, self.dtype);
         let kernel = made.kernel(by_head_dim!("attention_few", self));
@@ -333,6 +351,9 @@ impl Call {
             Argument::Output(o),
             Argument::Output(log_sum_exp),
             Argument::U32s(&numbers),
+            Argument::Absent,
+            Argument::Absent,
+            self.sinks(),
         ];
         let kernel = made.kernel(by_dtype!("attention_combine", self.dtype)?);
         let combine = self.metal.by_row(kernel, batch * queries * heads, head_dim, &arguments)?;
@@ -412,4 +433,37 @@ impl Call {
         }
         Ok((dq.tensor, dk.tensor, dv.tensor))
     }
+}
+
+/// See [`super::backward_sinks`].
+pub(super) fn backward_sinks(
+    sinks: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    d_o: &Tensor,
+) -> Result<Tensor> {
+    const OPERATION: &str = "attention::backward_sinks";
+    let metal = Metal::of(o)?;
+    let (batch, queries, heads, head_dim) = o.dims4()?;
+    let gradients = metal.empty(heads, DType::F32)?;
+    let name = by_dtype!("attention_backward_sinks", o.dtype())?;
+    let [sinks, o, log_sum_exp, d_o] = [sinks, o, log_sum_exp, d_o].map(|it| metal.contiguous(it));
+    let (sinks, o, log_sum_exp, d_o) = (sinks?, o?, log_sum_exp?, d_o?);
+    if heads > 0 {
+        let sizes = [batch * queries, queries, heads, head_dim];
+        let [tokens, queries, of_token, head_dim] = sizes.map(|number| size(OPERATION, number));
+        let arguments = [
+            Argument::Input(&sinks),
+            Argument::Input(&o),
+            Argument::Input(&log_sum_exp),
+            Argument::Input(&d_o),
+            Argument::Output(&gradients),
+            Argument::U32(tokens?),
+            Argument::U32(queries?),
+            Argument::U32(of_token?),
+            Argument::U32(head_dim?),
+        ];
+        metal.run(&[metal.by_simdgroups(name, 8, |_| [heads, 1, 1], &arguments)?])?;
+    }
+    Ok(gradients.tensor)
 }

@@ -9,6 +9,12 @@
 //! dq = scale·draw·k        dk = scale·drawᵀ·q           dv = pᵀ·do
 //! ```
 //!
+//! A head's sink is a score that no key has (gpt-oss; Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>):
+//!
+//! ```text
+//! lse = ln(e^{sink} + Σ_j e^{z_j})          dsink = -Σ e^{sink - lse}·D over the head's queries
+//! ```
+//!
 //! Query `i` of `t` stands at key position `pos = s - t + i` of `s` and sees the keys `j` with
 //! `first_key <= j <= pos`, and `pos - j < window` with a sliding window. A query that sees no key
 //! gives zeros.
@@ -30,16 +36,16 @@ pub use paged::{
     forward_paged_new,
 };
 
-use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
+use crate::backend::cpu::{Input, Real, Sum, dispatch, unwritten};
 use crate::backend::{
-    on_gpu, record3, require_dtype, require_rank, require_shape, require_together,
+    dtype_of_sums, on_gpu, record3, require_dtype, require_rank, require_shape, require_together,
 };
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 use crate::batch_invariance;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// How scores are made and which keys are seen.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// What `q·k` is multiplied by, usually `1 / √head_dim`.
     pub scale: f64,
@@ -47,6 +53,16 @@ pub struct Options {
     pub softcap: Option<f64>,
     /// A query sees this many keys at most: its own and the ones just before it.
     pub window: Option<usize>,
+    /// `(heads)`, of the dtype of the queries: a score of each head that no key has, so that shares of keys add up to less
+    /// than 1.
+    pub sinks: Option<Tensor>,
+}
+
+impl Options {
+    /// The same with these sinks, or none.
+    pub fn with_sinks(&self, sinks: Option<&Tensor>) -> Options {
+        Options { sinks: sinks.cloned(), ..*self }
+    }
 }
 
 const LAYOUT: &str = "(batch, seq, heads, head_dim)";
@@ -54,7 +70,7 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 /// `(o, log_sum_exp)`: `q` `(batch, t, heads, head_dim)`, `k` and `v` `(batch, s, kv_heads, head_dim)`
 /// of the same dtype, `first_key` `(batch, t)` u32, the first key that each query may see (the start of
 /// its record in a packed row). `o` is like `q`; `log_sum_exp` `(batch, heads, t)` is f32 (f64 for
-/// f64), `-inf` where no key is seen; [`backward`] wants both back.
+/// f64), where no key is seen the sink or `-inf`; [`backward`] wants both back.
 ///
 /// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
 ///
@@ -90,6 +106,7 @@ pub fn forward(
             ranges: visible_keys(&sizes, first_key, options)?,
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
+            sinks: sink_numbers(options)?,
         };
         let mut o = unwritten::<T>(sizes.q_elements());
         let mut log_sum_exp = unwritten::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
@@ -104,7 +121,7 @@ pub fn forward(
 /// `o` like [`forward`], recorded in Candle's autograd for `q`, `k` and `v`.
 ///
 /// # Errors
-/// Like [`forward`].
+/// Like [`forward`], and when sinks are to get a gradient, which isn't recorded: it is [`backward_sinks`].
 pub fn differentiable(
     q: &Tensor,
     k: &Tensor,
@@ -112,8 +129,13 @@ pub fn differentiable(
     first_key: Option<&Tensor>,
     options: &Options,
 ) -> Result<Tensor> {
+    if options.sinks.as_ref().is_some_and(Tensor::track_op) {
+        bail!(
+            "metal-candle-kernels: attention: the gradient of sinks isn't recorded in Candle's autograd, expected sinks that need none; backward_sinks gives it"
+        )
+    }
     let (o, log_sum_exp) = forward(q, k, v, first_key, options)?;
-    let (first_key, options) = (first_key.map(Tensor::detach), *options);
+    let (first_key, options) = (first_key.map(Tensor::detach), options.clone());
     record3("attention", [q, k, v], o, move |[q, k, v], o, d_o| {
         let (dq, dk, dv) = backward(q, k, v, o, &log_sum_exp, first_key.as_ref(), &options, d_o)?;
         Ok([Some(dq), Some(dk), Some(dv)])
@@ -162,6 +184,7 @@ pub fn backward(
             ranges: visible_keys(&sizes, first_key, options)?,
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
+            sinks: sink_numbers(options)?,
         };
         let (dq, dk, dv) =
             problem.backward::<T>(o.values()?, log_sum_exp.slice()?, d_o.values()?);
@@ -171,6 +194,53 @@ pub fn backward(
             Tensor::from_vec(dv, &sizes.k_shape(), &Device::Cpu)?,
         ))
     })
+}
+
+/// The gradient of the sinks of [`forward`], `(heads)` in f32 (f64 for f64): `o`, `log_sum_exp` and `d_o` as [`backward`] takes
+/// them.
+///
+/// # Errors
+/// When shapes don't fit, dtypes differ, or the tensors aren't on one device.
+pub fn backward_sinks(
+    sinks: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    d_o: &Tensor,
+) -> Result<Tensor> {
+    const OPERATION: &str = "attention::backward_sinks";
+    require_together(OPERATION, &[sinks, o, log_sum_exp, d_o])?;
+    require_rank(OPERATION, "o", o, 4, LAYOUT)?;
+    let (batch, queries, heads, head_dim) = o.dims4()?;
+    require_shape(OPERATION, "d_o", d_o, o.dims())?;
+    require_shape(OPERATION, "log_sum_exp", log_sum_exp, &[batch, heads, queries])?;
+    require_shape(OPERATION, "sinks", sinks, &[heads])?;
+    require_dtype(OPERATION, "d_o", d_o, o.dtype())?;
+    require_dtype(OPERATION, "sinks", sinks, o.dtype())?;
+    require_dtype(OPERATION, "log_sum_exp", log_sum_exp, dtype_of_sums(o.dtype()))?;
+    on_gpu!(o, gpu => gpu::backward_sinks(sinks, o, log_sum_exp, d_o));
+    let [sinks, o, log_sum_exp, d_o] = [sinks, o, log_sum_exp, d_o].map(Input::contiguous);
+    let (sinks, o, log_sum_exp, d_o) = (sinks?, o?, log_sum_exp?, d_o?);
+    let (sinks, o, log_sum_exp, d_o) = (sinks.read(), o.read(), log_sum_exp.read(), d_o.read());
+    dispatch!(OPERATION, o.dtype(), T => {
+        let mut gradients = unwritten::<Sum<T>>(heads);
+        cpu::backward_sinks(
+            [batch, queries, head_dim],
+            sinks.values()?,
+            o.values()?,
+            log_sum_exp.slice()?,
+            d_o.values()?,
+            &mut gradients,
+        );
+        Tensor::from_vec(gradients, heads, &Device::Cpu)
+    })
+}
+
+/// The sinks of a call on the CPU, none where heads have none.
+fn sink_numbers<A: Real>(options: &Options) -> Result<Vec<A>> {
+    let Some(sinks) = &options.sinks else { return Ok(Vec::new()) };
+    let mut numbers = vec![A::ZERO; sinks.elem_count()];
+    Input::contiguous(sinks)?.read().values()?.read(0, &mut numbers);
+    Ok(numbers)
 }
 
 /// The sizes of a call, checked.
@@ -236,7 +306,7 @@ fn check(
         require_shape(operation, "first_key", first_key, &[batch, queries])?;
         require_dtype(operation, "first_key", first_key, DType::U32)?;
     }
-    check_options(operation, options)?;
+    check_options(operation, q, heads, options)?;
     Ok(Sizes { batch, queries, keys, heads, kv_heads, head_dim })
 }
 
@@ -249,7 +319,12 @@ fn check_heads(operation: &str, heads: usize, kv_heads: usize) -> Result<()> {
     Ok(())
 }
 
-fn check_options(operation: &str, options: &Options) -> Result<()> {
+fn check_options(operation: &str, q: &Tensor, heads: usize, options: &Options) -> Result<()> {
+    if let Some(sinks) = &options.sinks {
+        require_together(operation, &[q, sinks])?;
+        require_shape(operation, "sinks", sinks, &[heads])?;
+        require_dtype(operation, "sinks", sinks, q.dtype())?;
+    }
     if options.window == Some(0) {
         bail!("metal-candle-kernels: {operation}: the window is 0, expected at least 1 key")
     }

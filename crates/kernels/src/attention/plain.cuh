@@ -223,11 +223,11 @@ __device__ __forceinline__ void plain_forward(const Parameters &p) {
     float inverse[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float sum = plain_row_sum(total[i]);
-        inverse[i] = inverse_of(sum);
+        const RowEnd end = end_row<T>(p, head, {top[i], plain_row_sum(total[i])});
+        inverse[i] = end.factor;
         const int query = first_query + threadIdx.x / 16 * 4 + i;
         if (threadIdx.x % 16 == 0 && blockIdx.z == 0 && query < p.queries)
-            p.log_sum_exp[sum_row(p, batch, query, head)] = log_of_sum(top[i], sum);
+            p.log_sum_exp[sum_row(p, batch, query, head)] = end.log_sum_exp;
     }
     plain_store<T, COLUMNS>(p.o, out, inverse, batch, p.queries, p.heads, head, first_query,
                             first_column, p.head_dim);

@@ -1,6 +1,19 @@
 use super::*;
 use crate::testing::*;
 
+impl Options {
+    /// With the sinks that `to` makes of these.
+    pub(super) fn map_sinks(&self, to: impl Fn(&Tensor) -> Tensor) -> Options {
+        self.with_sinks(self.sinks.as_ref().map(to).as_ref())
+    }
+}
+
+/// Sinks from much below what scores are to above them.
+pub(super) fn some_sinks(heads: usize) -> Option<Tensor> {
+    let sinks = (random(&[heads], 11) * 4.0).unwrap();
+    Some(sinks)
+}
+
 #[derive(Clone)]
 struct Case {
     q: Tensor,
@@ -26,7 +39,7 @@ impl Case {
             v: random(&[batch, keys, kv_heads, d], 3),
             d_o: random(&[batch, queries, heads, d], 4),
             first_key: None,
-            options: Options { scale: 0.8, softcap: None, window: None },
+            options: Options { scale: 0.8, softcap: None, window: None, sinks: None },
         }
     }
 
@@ -37,6 +50,11 @@ impl Case {
 
     fn window(mut self, window: usize) -> Case {
         self.options.window = Some(window);
+        self
+    }
+
+    fn sinks(mut self) -> Case {
+        self.options.sinks = some_sinks(self.q.dim(2).unwrap());
         self
     }
 
@@ -68,7 +86,9 @@ impl Case {
 
     fn to_dtype(&self, dtype: DType) -> Case {
         let to = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
-        Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), d_o: to(&self.d_o), ..self.clone() }
+        let options = self.options.map_sinks(to);
+        let (q, k, v, d_o) = (to(&self.q), to(&self.k), to(&self.v), to(&self.d_o));
+        Case { q, k, v, d_o, options, ..self.clone() }
     }
 
     fn forward(&self) -> (Tensor, Tensor) {
@@ -81,11 +101,17 @@ impl Case {
         backward(&self.q, &self.k, &self.v, &o, &lse, first_key, &self.options, &self.d_o).unwrap()
     }
 
+    fn backward_sinks(&self) -> Tensor {
+        let (o, lse) = self.forward();
+        backward_sinks(self.options.sinks.as_ref().unwrap(), &o, &lse, &self.d_o).unwrap()
+    }
+
     fn reference(&self) -> (Tensor, Tensor) {
         let (batch, queries, heads, d) = self.q.dims4().unwrap();
         let (_, keys, kv_heads, _) = self.k.dims4().unwrap();
         let (q, k, v) = (values(&self.q), values(&self.k), values(&self.v));
         let first_key = self.first_key.as_ref().map(values);
+        let sinks = self.options.sinks.as_ref().map(values);
         let mut o = vec![0.0; q.len()];
         let mut lse = vec![f64::NEG_INFINITY; batch * heads * queries];
         for b in 0..batch {
@@ -104,7 +130,8 @@ impl Case {
                         let raw = raw * self.options.scale;
                         self.options.softcap.map_or(raw, |c| c * (raw / c).tanh())
                     };
-                    let total: f64 = seen.iter().map(|j| score(*j).exp()).sum();
+                    let of_sink = sinks.as_ref().map_or(0.0, |sinks| sinks[h].exp());
+                    let total = of_sink + seen.iter().map(|j| score(*j).exp()).sum::<f64>();
                     lse[(b * heads + h) * queries + i] = total.ln();
                     for j in seen {
                         let p = score(j).exp() / total;
@@ -127,15 +154,15 @@ fn cases() -> Vec<Case> {
     vec![
         Case::new(1, 1, 1, 1, 1, 1),
         Case::new(2, 5, 9, 4, 2, 7),
-        Case::new(2, 5, 9, 4, 2, 7).packed(3),
+        Case::new(2, 5, 9, 4, 2, 7).packed(3).sinks(),
         Case::new(1, 5, 9, 3, 1, 7).window(2),
         Case::new(1, 5, 5, 2, 2, 33).softcap(0.7),
-        Case::new(2, 7, 9, 4, 2, 3).softcap(1.3).window(3).packed(4),
-        Case::new(1, 1, 300, 6, 2, 16),
+        Case::new(2, 7, 9, 4, 2, 3).softcap(1.3).window(3).packed(4).sinks(),
+        Case::new(1, 1, 300, 6, 2, 16).sinks(),
         Case::new(2, 150, 290, 6, 2, 16),
-        Case::new(2, 200, 200, 3, 3, 8).packed(70).window(150),
+        Case::new(2, 200, 200, 3, 3, 8).packed(70).window(150).sinks(),
         Case::new(1, 200, 200, 2, 1, 8).window(20).softcap(2.0),
-        Case::new(2, 70, 90, 2, 1, 9).scattered(),
+        Case::new(2, 70, 90, 2, 1, 9).scattered().sinks(),
     ]
 }
 
@@ -156,6 +183,13 @@ fn backward_matches_finite_differences() {
         assert_gradient(&case.q, &dq, |q| loss(Case { q: q.clone(), ..case.clone() }));
         assert_gradient(&case.k, &dk, |k| loss(Case { k: k.clone(), ..case.clone() }));
         assert_gradient(&case.v, &dv, |v| loss(Case { v: v.clone(), ..case.clone() }));
+        if let Some(sinks) = &case.options.sinks {
+            let with = |sinks: &Tensor| {
+                let options = case.options.map_sinks(|_| sinks.clone());
+                loss(Case { options, ..case.clone() })
+            };
+            assert_gradient(sinks, &case.backward_sinks(), with);
+        }
     }
 }
 
@@ -194,6 +228,32 @@ fn other_precisions_match_f64() {
             assert_close(&dq, &exact_dq, 2.0 * tolerance);
             assert_close(&dk, &exact_dk, 2.0 * tolerance);
             assert_close(&dv, &exact_dv, 2.0 * tolerance);
+            if case.options.sinks.is_some() {
+                let dsinks = low.backward_sinks();
+                assert_eq!(dsinks.dtype(), DType::F32);
+                assert_close(&dsinks, &exact.backward_sinks(), 2.0 * tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sink_far_above_all_scores_takes_everything_and_one_far_below_nothing() {
+    for queries in [1, 9] {
+        let case = Case::new(1, queries, 9, 2, 1, 7).to_dtype(DType::F32);
+        let with = |sinks: [f32; 2]| {
+            let mut case = case.clone();
+            case.options.sinks = Some(Tensor::new(&sinks, &Device::Cpu).unwrap());
+            case
+        };
+        let (o, lse) = with([1000.0, 1000.0]).forward();
+        assert_eq!(max_abs(&o), 0.0);
+        assert!(values(&lse).iter().all(|lse| *lse == 1000.0));
+        assert_eq!(values(&with([1000.0, 1000.0]).backward_sinks()), [0.0, 0.0]);
+        for none in [-1000.0, f32::NEG_INFINITY] {
+            let (o, lse) = with([none, none]).forward();
+            assert_identical(&o, &case.forward().0);
+            assert_identical(&lse, &case.forward().1);
         }
     }
 }
@@ -246,6 +306,11 @@ fn a_query_without_keys_gives_zeros() {
     let (o, lse) = case.forward();
     assert_eq!(max_abs(&o.narrow(1, 1, 1).unwrap()), 0.0);
     assert!(values(&lse)[1] == f64::NEG_INFINITY);
+    let with_sinks = case.clone().sinks();
+    let (o_of_sinks, lse_of_sinks) = with_sinks.forward();
+    assert_eq!(max_abs(&o_of_sinks.narrow(1, 1, 1).unwrap()), 0.0);
+    let sinks = with_sinks.options.sinks.as_ref().map(values).unwrap();
+    assert_eq!(values(&lse_of_sinks)[1], sinks[0]);
     let (dq, dk, dv) = case.backward();
     assert_eq!(max_abs(&dq.narrow(1, 1, 1).unwrap()), 0.0);
     assert!(values(&dk).iter().chain(&values(&dv)).all(|value| value.is_finite()));
@@ -304,6 +369,13 @@ fn wrong_arguments_are_errors() {
     assert!(run(Case { v: other.v, ..case.clone() }).contains("v has shape [1, 4, 2, 4]"));
     let single = case.k.to_dtype(DType::F32).unwrap();
     assert!(run(Case { k: single, ..case.clone() }).contains("k is F32, expected F64"));
+    let sinks = |sinks: Tensor| Case {
+        options: Options { sinks: Some(sinks), ..case.options.clone() },
+        ..case.clone()
+    };
+    assert!(run(sinks(random(&[3], 1))).contains("sinks has shape [3], expected [2]"));
+    let single = random(&[2], 1).to_dtype(DType::F32).unwrap();
+    assert!(run(sinks(single)).contains("sinks is F32, expected F64"));
     let first_key = Some(Tensor::zeros((1, 3), DType::U32, &Device::Cpu).unwrap());
     assert!(run(Case { first_key, ..case.clone() }).contains("first_key has shape [1, 3]"));
     let (o, lse) = case.forward();
@@ -331,6 +403,7 @@ mod cuda {
                 v: to(&self.v),
                 d_o: to(&self.d_o),
                 first_key: self.first_key.as_ref().map(to),
+                options: self.options.map_sinks(to),
                 ..self.clone()
             }
         }
@@ -362,29 +435,29 @@ mod cuda {
     fn many_queries() -> Vec<Case> {
         vec![
             Case::new(1, 128, 128, 1, 1, 64).scale(0.125),
-            Case::new(2, 200, 200, 4, 2, 64).scale(0.125),
+            Case::new(2, 200, 200, 4, 2, 64).scale(0.125).sinks(),
             Case::new(1, 130, 391, 3, 3, 64).scale(0.2).packed(50),
-            Case::new(1, 300, 300, 2, 1, 32).scale(0.3).window(70),
-            Case::new(2, 77, 200, 6, 2, 96).scale(0.1).softcap(1.5).window(40).packed(30),
+            Case::new(1, 300, 300, 2, 1, 32).scale(0.3).window(70).sinks(),
+            Case::new(2, 77, 200, 6, 2, 96).scale(0.1).softcap(1.5).window(40).packed(30).sinks(),
             Case::new(1, 150, 150, 2, 2, 80).scale(-0.2),
-            Case::new(1, 257, 300, 8, 2, 128).scale(0.09),
+            Case::new(1, 257, 300, 8, 2, 128).scale(0.09).sinks(),
             Case::new(2, 129, 129, 2, 1, 128).scale(0.09).packed(33),
             Case::new(2, 520, 700, 4, 1, 128).scale(0.09),
             // On a GPU with 108 to 215 multiprocessors Hopper's backward kernel has two heads of a group in a block.
-            Case::new(2, 200, 1100, 12, 3, 128).scale(0.09).packed(300),
+            Case::new(2, 200, 1100, 12, 3, 128).scale(0.09).packed(300).sinks(),
             Case::new(1, 650, 650, 4, 2, 120).scale(-0.1).packed(170),
-            Case::new(1, 400, 1000, 2, 2, 72).scale(0.1).window(150).packed(320),
+            Case::new(1, 400, 1000, 2, 2, 72).scale(0.1).window(150).packed(320).sinks(),
             Case::new(1, 390, 390, 3, 1, 128).scale(0.09).softcap(1.5),
             Case::new(2, 400, 450, 2, 1, 128).scale(0.09).scattered(),
             Case::new(1, 200, 270, 2, 1, 104).scale(0.1).window(100).softcap(2.0),
-            Case::new(1, 140, 140, 2, 1, 256).scale(0.06),
+            Case::new(1, 140, 140, 2, 1, 256).scale(0.06).sinks(),
             Case::new(2, 90, 130, 4, 2, 136).scale(0.1).window(50).packed(40).softcap(3.0),
             Case::new(2, 330, 500, 4, 2, 256).scale(0.06).softcap(1.5),
             Case::new(1, 400, 400, 3, 1, 248).scale(-0.06).packed(150),
-            Case::new(2, 200, 270, 2, 2, 192).scale(0.07).window(90).packed(70),
+            Case::new(2, 200, 270, 2, 2, 192).scale(0.07).window(90).packed(70).sinks(),
             Case::new(1, 300, 350, 2, 1, 256).scale(0.06).scattered(),
-            Case::new(1, 65, 65, 2, 2, 300).scale(0.05),
-            Case::new(1, 70, 90, 4, 2, 30).scale(0.2).packed(20),
+            Case::new(1, 65, 65, 2, 2, 300).scale(0.05).sinks(),
+            Case::new(1, 70, 90, 4, 2, 30).scale(0.2).packed(20).sinks(),
         ]
     }
 
@@ -392,15 +465,15 @@ mod cuda {
     fn few_queries() -> Vec<Case> {
         vec![
             Case::new(1, 1, 1, 4, 2, 64).scale(0.125),
-            Case::new(1, 1, 2000, 8, 2, 64).scale(0.125),
+            Case::new(1, 1, 2000, 8, 2, 64).scale(0.125).sinks(),
             Case::new(2, 1, 1025, 4, 1, 128).scale(0.09),
-            Case::new(1, 1, 700, 3, 3, 96).scale(0.1).window(300),
+            Case::new(1, 1, 700, 3, 3, 96).scale(0.1).window(300).sinks(),
             Case::new(1, 1, 3000, 8, 1, 256).scale(0.06).softcap(2.0),
-            Case::new(2, 7, 900, 6, 2, 128).scale(0.09).packed(250),
+            Case::new(2, 7, 900, 6, 2, 128).scale(0.09).packed(250).sinks(),
             Case::new(1, 16, 600, 4, 2, 64).scale(0.125).window(400),
-            Case::new(1, 16, 16, 4, 4, 72).scale(0.1),
+            Case::new(1, 16, 16, 4, 4, 72).scale(0.1).sinks(),
             Case::new(1, 4, 1500, 5, 1, 128).scale(-0.05),
-            Case::new(1, 1, 1300, 6, 2, 33).scale(0.2),
+            Case::new(1, 1, 1300, 6, 2, 33).scale(0.2).sinks(),
         ]
     }
 
@@ -417,6 +490,10 @@ mod cuda {
                 let there = low.to_device(&device);
                 let (exact_o, exact_lse) = exact.forward();
                 let (exact_dq, exact_dk, exact_dv) = exact.backward();
+                if case.options.sinks.is_some() {
+                    let dsinks = on_cpu(&there.backward_sinks());
+                    assert_close(&dsinks, &exact.backward_sinks(), 2.0 * tolerance);
+                }
                 with_all_kernels(|| {
                     eprintln!("case {index} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
                     for is_invariant in [false, true] {

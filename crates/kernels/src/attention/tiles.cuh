@@ -37,6 +37,8 @@ struct Parameters {
     /// For hopper_backward.cuh, when head_splits isn't 1, (head_splits, 2, batch, keys, kv_heads, head_dim): the parts of
     /// dk and dv that some of the heads give.
     float *partial_keys;
+    /// (heads), of the dtype of q, or null.
+    const void *sinks;
     /// In elements, of batch, seq and heads.
     int64_t q_strides[3], k_strides[3], v_strides[3];
     int batch, queries, keys, heads, kv_heads, head_dim;
@@ -581,4 +583,22 @@ __device__ __forceinline__ float log_of_sum(float top, float total) {
 /// What sums of powers times values are multiplied by; 0 where no key is seen.
 __device__ __forceinline__ float inverse_of(float total) {
     return total == 0.0f ? 0.0f : 1.0f / total;
+}
+
+/// What a row's sums of powers times values are multiplied by, and its `log_sum_exp`.
+struct RowEnd {
+    float factor, log_sum_exp;
+};
+
+/// The end of a row whose keys are all seen, with the sink of its head, if it has one.
+template <typename T>
+__device__ __forceinline__ RowEnd end_row(const Parameters &p, int head, RowSums sums) {
+    float shrink = 1.0f;
+    if (p.sinks != nullptr) {
+        const float sink = LOG2_E * to_float(static_cast<const T *>(p.sinks)[head]);
+        const float top = fmaxf(sums.top, sink), base = base_of(top);
+        shrink = exp2f(sums.top - base);
+        sums = {top, fmaf(sums.total, shrink, exp2f(sink - base))};
+    }
+    return {shrink * inverse_of(sums.total), log_of_sum(sums.top, sums.total)};
 }

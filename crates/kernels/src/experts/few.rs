@@ -3,6 +3,7 @@
 
 use crate::backend::{require_dtype, require_rank, require_shape, require_together};
 use crate::glu::Activation;
+use crate::quantized::{Levels, Quantized, Weight};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) const OPERATION: &str = "experts::few";
@@ -13,15 +14,54 @@ pub const MOST_TOKENS: usize = 32;
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of a row of `x` or of a gated unit at most, which a block keeps.
 const MOST_BYTES: usize = 32 << 10;
+/// Codes that a thread takes at once.
+const CODES: usize = 8;
 
-/// The weights of a layer's experts, and where they lie.
+/// An expert, whose matrices lead into its gate and value, `(width, hidden)` each, and back, `(hidden, width)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Expert<'a> {
+    /// The three matrices.
+    pub weights: [Weight<'a>; 3],
+    /// What is added to what each gives.
+    pub biases: [Option<&'a Tensor>; 3],
+}
+
+/// The experts of a layer, and where they lie.
 #[derive(Debug)]
 pub struct Layer {
-    /// Of each expert its projections into its gate and value `(width, hidden)`, and back `(hidden, width)`.
-    pub(super) weights: Vec<[Tensor; 3]>,
-    pub(super) hidden: usize,
-    /// The addresses of all of them.
-    pub(super) table: Tensor,
+    pub(super) experts: Vec<Owned>,
+    /// Of x.
+    pub(super) dtype: DType,
+    /// How matrices are held: those into gates and values, and those back.
+    pub(super) forms: [Form; 2],
+    /// `[hidden, width]`
+    pub(super) sizes: [usize; 2],
+    /// What the device knows of the matrices: addresses, or descriptions of packed ones.
+    pub(super) tables: [Tensor; 2],
+    /// The addresses of biases, if there are any.
+    pub(super) biases: Option<Tensor>,
+}
+
+/// An expert that is kept.
+#[derive(Clone, Debug)]
+pub(super) struct Owned {
+    pub weights: [Matrix; 3],
+    pub biases: [Option<Tensor>; 3],
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Matrix {
+    Dense(Tensor),
+    Packed(Quantized),
+}
+
+/// What the numbers of some matrices are, as far as kernels differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    Dense,
+    Integers { bits: usize },
+    Table,
+    E4m3,
 }
 
 /// How a layer's experts are chosen, and what they compute.
@@ -35,68 +75,154 @@ pub struct Options {
     pub activation: Activation,
 }
 
-impl Layer {
-    /// Whether [`Self::new`] takes weights of these sizes.
-    pub fn fits(count: usize, hidden: usize, width: usize, dtype: DType) -> bool {
-        let size = dtype.size_in_bytes();
-        let fits =
-            |columns: usize| (columns * size).is_multiple_of(16) && columns * size <= MOST_BYTES;
-        let is_float = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-        is_float && (1..=MOST_EXPERTS).contains(&count) && fits(hidden) && fits(width)
+impl Expert<'_> {
+    fn kept(self) -> Owned {
+        let weights = self.weights.map(|weight| match weight {
+            Weight::Dense(weight) => Matrix::Dense(weight.clone()),
+            Weight::Quantized(weight) => Matrix::Packed(weight.clone()),
+        });
+        Owned { weights, biases: self.biases.map(|bias| bias.cloned()) }
     }
+}
 
-    /// The experts with these weights: into the gate and the value `(width, hidden)`, and back `(hidden, width)`. `None` where
-    /// they aren't on a CUDA device, or have sizes that it isn't for.
+impl Owned {
+    /// Whether it has the tensors of another.
+    fn is(&self, other: &Expert) -> bool {
+        let same_weight = |(own, other): (&Matrix, &Weight)| match (own, other) {
+            (Matrix::Dense(own), Weight::Dense(other)) => own.id() == other.id(),
+            (Matrix::Packed(own), Weight::Quantized(other)) => {
+                own.codes().id() == other.codes().id()
+            }
+            _ => false,
+        };
+        let same_bias = |(own, other): (&Option<Tensor>, &Option<&Tensor>)| {
+            own.as_ref().map(Tensor::id) == other.map(Tensor::id)
+        };
+        self.weights.iter().zip(&other.weights).all(same_weight)
+            && self.biases.iter().zip(&other.biases).all(same_bias)
+    }
+}
+
+impl Form {
+    /// Of matrices that are all of one, for rows of `dtype`.
+    fn of<'a>(mut weights: impl Iterator<Item = Weight<'a>>, dtype: DType) -> Option<Self> {
+        let of_one = |weight: Weight| match weight {
+            Weight::Dense(weight) => (weight.dtype() == dtype).then_some(Self::Dense),
+            Weight::Quantized(packed) => {
+                let (outer, inner) = packed.shape();
+                let fits = inner.is_multiple_of(CODES)
+                    && packed.group().is_multiple_of(CODES)
+                    && outer * inner / CODES <= u32::MAX as usize
+                    && !weight.rounds_rows()
+                    && !packed.multiplies_integers();
+                fits.then_some(match packed.levels() {
+                    Levels::Integers { bits, .. } => Self::Integers { bits },
+                    Levels::Table(_) => Self::Table,
+                    Levels::E4m3 => Self::E4m3,
+                })
+            }
+        };
+        let first = of_one(weights.next()?)?;
+        weights.all(|weight| of_one(weight) == Some(first)).then_some(first)
+    }
+}
+
+/// How the matrices of experts are held, `[hidden, width]`; `None` where they have sizes or numbers that kernels aren't for.
+fn described(experts: &[Expert], dtype: DType) -> Result<Option<([Form; 2], [usize; 2])>> {
+    let Some(Expert { weights: [first, ..], .. }) = experts.first() else { return Ok(None) };
+    let (width, hidden) = first.shape()?;
+    let size = dtype.size_in_bytes();
+    let fits = |columns: usize| (columns * size).is_multiple_of(16) && columns * size <= MOST_BYTES;
+    let is_float = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    if !(is_float && experts.len() <= MOST_EXPERTS && fits(hidden) && fits(width)) {
+        return Ok(None);
+    }
+    let of = |layers: &'static [usize]| {
+        let weights = experts.iter().flat_map(|it| layers.iter().map(|layer| it.weights[*layer]));
+        Form::of(weights, dtype)
+    };
+    let is_like_x = |bias: &&Tensor| bias.dtype() == dtype;
+    let have_biases = experts.iter().all(|it| it.biases.iter().flatten().all(is_like_x));
+    Ok(match (of(&[0, 1]), of(&[2])) {
+        (Some(into), Some(back)) if have_biases => Some(([into, back], [hidden, width])),
+        _ => None,
+    })
+}
+
+/// Whether [`Layer::new`] takes such experts for rows of `dtype`, on a CUDA device.
+///
+/// # Errors
+/// When a weight isn't a matrix.
+pub fn takes(experts: &[Expert], dtype: DType) -> Result<bool> {
+    Ok(described(experts, dtype)?.is_some())
+}
+
+impl Layer {
+    /// The experts of a layer for rows of `dtype`. `None` where they aren't on a CUDA device, or have sizes or numbers that it
+    /// isn't for.
     ///
     /// # Errors
-    /// When shapes or dtypes differ, or the device has no memory.
-    pub fn new(weights: &[[&Tensor; 3]]) -> Result<Option<Self>> {
-        let Some([first, ..]) = weights.first() else { return Ok(None) };
-        let ((width, hidden), dtype) = (first.dims2()?, first.dtype());
-        if !first.device().is_cuda() || !Self::fits(weights.len(), hidden, width, dtype) {
-            return Ok(None);
-        }
-        for expert in weights {
-            require_together(OPERATION, expert)?;
-            for (weight, shape) in
-                expert.iter().zip([[width, hidden], [width, hidden], [hidden, width]])
-            {
-                require_shape(OPERATION, "a weight", weight, &shape)?;
-                require_dtype(OPERATION, "a weight", weight, dtype)?;
+    /// When shapes don't fit, or the device has no memory.
+    pub fn new(experts: &[Expert], dtype: DType) -> Result<Option<Self>> {
+        let Some(described) = described(experts, dtype)? else { return Ok(None) };
+        let [hidden, width] = described.1;
+        let shapes = [(width, hidden), (width, hidden), (hidden, width)];
+        let mut tensors = Vec::with_capacity(6 * experts.len());
+        for expert in experts {
+            for ((weight, bias), shape) in expert.weights.iter().zip(expert.biases).zip(shapes) {
+                if weight.shape()? != shape {
+                    bail!(
+                        "metal-candle-kernels: {OPERATION}: a weight has shape {:?}, expected {shape:?}",
+                        weight.shape()?
+                    )
+                }
+                if let Some(bias) = bias {
+                    require_shape(OPERATION, "a bias", bias, &[shape.0])?;
+                    tensors.push(bias);
+                }
+                tensors.push(match weight {
+                    Weight::Dense(weight) => weight,
+                    Weight::Quantized(packed) => packed.codes(),
+                });
             }
         }
+        require_together(OPERATION, &tensors)?;
+        if !tensors.iter().all(|tensor| tensor.device().is_cuda()) {
+            return Ok(None);
+        }
         #[cfg(feature = "cuda")]
-        return super::cuda::few::layer(weights, hidden);
+        {
+            let experts = experts.iter().map(|expert| expert.kept()).collect();
+            super::cuda::few::layer(experts, dtype, described)
+        }
         #[cfg(not(feature = "cuda"))]
         Ok(None)
     }
 
-    /// Whether these are its weights.
-    pub fn has(&self, weights: &[[&Tensor; 3]]) -> bool {
-        let same =
-            |(a, b): (&[Tensor; 3], &[&Tensor; 3])| a.iter().zip(b).all(|(a, b)| a.id() == b.id());
-        self.weights.len() == weights.len() && self.weights.iter().zip(weights).all(same)
+    /// Whether these are its experts, for rows of this dtype.
+    pub fn has(&self, experts: &[Expert], dtype: DType) -> bool {
+        self.dtype == dtype
+            && self.experts.len() == experts.len()
+            && self.experts.iter().zip(experts).all(|(own, other)| own.is(other))
     }
 
-    /// What the experts of each token add up to: `x` `(tokens, hidden)` in the dtype of the weights, `logits`
-    /// `(tokens, experts)` of a float dtype, result like `x`. There are at most [`MOST_TOKENS`].
+    /// What the experts of each token add up to: `x` `(tokens, hidden)` in the layer's dtype, `logits` `(tokens, experts)`
+    /// of a float dtype, result like `x`. There are at most [`MOST_TOKENS`].
     ///
     /// # Errors
     /// When shapes or dtypes don't fit, or the device fails.
     pub fn forward(&self, x: &Tensor, logits: &Tensor, options: Options) -> Result<Tensor> {
-        require_together(OPERATION, &[x, logits, &self.table])?;
+        require_together(OPERATION, &[x, logits, &self.tables[0]])?;
         require_rank(OPERATION, "x", x, 2, "(tokens, hidden)")?;
         let tokens = x.dim(0)?;
-        require_shape(OPERATION, "x", x, &[tokens, self.hidden])?;
-        require_shape(OPERATION, "logits", logits, &[tokens, self.weights.len()])?;
-        if let Some([weight, ..]) = self.weights.first() {
-            require_dtype(OPERATION, "x", x, weight.dtype())?;
-        }
-        if tokens > MOST_TOKENS || options.active == 0 || options.active > self.weights.len() {
+        require_shape(OPERATION, "x", x, &[tokens, self.sizes[0]])?;
+        require_shape(OPERATION, "logits", logits, &[tokens, self.experts.len()])?;
+        require_dtype(OPERATION, "x", x, self.dtype)?;
+        if tokens > MOST_TOKENS || options.active == 0 || options.active > self.experts.len() {
             bail!(
                 "metal-candle-kernels: {OPERATION}: {} of {} experts for each of {tokens} tokens, expected at most {MOST_TOKENS} tokens, and 1 to all experts",
                 options.active,
-                self.weights.len()
+                self.experts.len()
             )
         }
         #[cfg(feature = "cuda")]

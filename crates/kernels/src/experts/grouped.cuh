@@ -11,9 +11,10 @@ constexpr int GROUP_THREADS = 256, GROUP_ROWS = 64, GROUP_COLUMNS = 128, GROUP_D
 constexpr int GROUP_STAGES = 3;
 constexpr int LEFT_BYTES = GROUP_ROWS * GROUP_DEPTH * 2, RIGHT_BYTES = GROUP_COLUMNS * GROUP_DEPTH * 2;
 
-/// Rows of an expert, and its weights.
+/// Rows of an expert, its weights, and what is added to each row, or null.
 struct Item {
     const void *weights[2];
+    const void *bias;
     int first, rows;
 };
 
@@ -114,12 +115,15 @@ __device__ __forceinline__ void multiply_groups(const T *left0, const T *left1, 
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const int column = first_column + warp_column + n * 8 + lane % 4 * 2;
+            float2 bias = make_float2(0.0f, 0.0f);
+            if (item.bias != nullptr && column < columns)
+                bias = unpack_pair<T>(*reinterpret_cast<const uint32_t *>(static_cast<const T *>(item.bias) + column));
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int r = warp_row + m * 16 + half * 8 + lane / 4;
                 if (r < item.rows && column < columns)
                     *reinterpret_cast<uint32_t *>(y + int64_t(item.first + r) * columns + column) =
-                        pack_pair<T>(sums[m][n][half * 2], sums[m][n][half * 2 + 1]);
+                        pack_pair<T>(sums[m][n][half * 2] + bias.x, sums[m][n][half * 2 + 1] + bias.y);
             }
         }
     }

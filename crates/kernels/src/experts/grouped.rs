@@ -1,7 +1,7 @@
 //! Linear layers of rows that lie expert by expert: a grouped product.
 //!
 //! ```text
-//! y = x·W_eᵀ      dx = dy·W_e          for the rows of each expert e
+//! y = x·W_eᵀ + b_e      dx = dy·W_e          for the rows of each expert e
 //! ```
 
 #[cfg(feature = "cuda")]
@@ -10,23 +10,39 @@ use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{require_rank, require_shape, require_together};
 use crate::devices::computes_on_gpu;
 use crate::lora_linear::{Projection, forward_only};
-use crate::matmul::cpu::{Group, Layer, forward_groups};
+use crate::matmul::cpu::{self, Group, forward_groups};
+use crate::matmul::{check_bias, numbers};
 use crate::quantized::Weight;
 use crate::{arithmetic, batch_invariance, copy, matmul};
 use candle_core::{Device, Result, Tensor, bail};
 
 pub(super) const OPERATION: &str = "experts::grouped";
 
-/// An expert: how many rows it has, and the weights `(out, in)` that they are multiplied by.
+/// An expert: how many rows it has, and the layers that read them.
 #[derive(Clone, Debug)]
 pub struct Expert<'a> {
     /// How many rows it has.
     pub rows: usize,
     /// As many for all experts, of the same shapes.
-    pub weights: Vec<Weight<'a>>,
+    pub layers: Vec<Layer<'a>>,
 }
 
-/// `x` `(rows, in)`, whose rows are those of the experts in their order; a result `(rows, out)` like `x` for each weight of
+/// A linear layer of an expert.
+#[derive(Clone, Copy, Debug)]
+pub struct Layer<'a> {
+    /// `(out, in)`
+    pub weight: Weight<'a>,
+    /// `(out)`
+    pub bias: Option<&'a Tensor>,
+}
+
+impl<'a, W: Into<Weight<'a>>> From<W> for Layer<'a> {
+    fn from(weight: W) -> Self {
+        Self { weight: weight.into(), bias: None }
+    }
+}
+
+/// `x` `(rows, in)`, whose rows are those of the experts in their order; a result `(rows, out)` like `x` for each layer of
 /// an expert.
 ///
 /// # Errors
@@ -44,7 +60,7 @@ pub fn forward(x: &Tensor, experts: &[Expert]) -> Result<Vec<Tensor>> {
         return Ok(outputs);
     }
     let rounds_rows =
-        || experts.iter().flat_map(|expert| &expert.weights).any(|weight| weight.rounds_rows());
+        || experts.iter().flat_map(|expert| &expert.layers).any(|layer| layer.weight.rounds_rows());
     if computes_on_gpu(x) || batch_invariance::is_on() || rounds_rows() {
         return one_by_one(x, experts, shapes.len());
     }
@@ -83,11 +99,11 @@ pub fn backward_input(dys: &[Option<&Tensor>], experts: &[Expert]) -> Result<Ten
     }
     let mut start = 0;
     let mut parts = Vec::with_capacity(experts.len());
-    for Expert { rows, weights } in experts {
+    for Expert { rows, layers } in experts {
         let mut sum: Option<Tensor> = None;
-        for (dy, weight) in dys.iter().zip(weights) {
+        for (dy, layer) in dys.iter().zip(layers) {
             let Some(dy) = dy else { continue };
-            let dx = matmul::linear_backward_input(&dy.narrow(0, start, *rows)?, *weight)?;
+            let dx = matmul::linear_backward_input(&dy.narrow(0, start, *rows)?, layer.weight)?;
             sum = Some(match sum {
                 Some(sum) => arithmetic::add(&sum, &dx)?,
                 None => dx,
@@ -110,17 +126,21 @@ fn check(
     let Some(first) = experts.first() else {
         bail!("metal-candle-kernels: {OPERATION}: no experts, expected one at least")
     };
-    let shapes = first.weights.iter().map(|weight| weight.shape()).collect::<Result<Vec<_>>>()?;
+    let shapes_of = |expert: &Expert| {
+        expert.layers.iter().map(|it| it.weight.shape()).collect::<Result<Vec<_>>>()
+    };
+    let shapes = shapes_of(first)?;
     for expert in experts {
-        let found = expert.weights.iter().map(|it| it.shape()).collect::<Result<Vec<_>>>()?;
+        let found = shapes_of(expert)?;
         if found != shapes || found.is_empty() || !found.iter().all(|shape| fits(*shape)) {
             bail!(
                 "metal-candle-kernels: {OPERATION}: an expert has weights {found:?} beside {shapes:?}, expected the same shapes of all, (out, in), to fit the last dimension ({what}) of {:?}",
                 x.dims()
             )
         }
-        for weight in &expert.weights {
-            weight.require_beside(OPERATION, x)?;
+        for (layer, (outer, _)) in expert.layers.iter().zip(found) {
+            layer.weight.require_beside(OPERATION, x)?;
+            check_bias(OPERATION, x, layer.bias, outer)?;
         }
     }
     let rows: usize = experts.iter().map(|expert| expert.rows).sum();
@@ -136,9 +156,12 @@ fn check(
 fn one_by_one(x: &Tensor, experts: &[Expert], count: usize) -> Result<Vec<Tensor>> {
     let mut start = 0;
     let mut outputs = vec![Vec::with_capacity(experts.len()); count];
-    for Expert { rows, weights } in experts {
-        let layers = weights.iter().map(|it| Projection { weight: *it, bias: None, lora: None });
-        let found = forward_only(&x.narrow(0, start, *rows)?, &layers.collect::<Vec<_>>())?;
+    for Expert { rows, layers } in experts {
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|Layer { weight, bias }| Projection { weight: *weight, bias: *bias, lora: None })
+            .collect();
+        let found = forward_only(&x.narrow(0, start, *rows)?, &layers)?;
         for (outputs, found) in outputs.iter_mut().zip(found) {
             outputs.push(found);
         }
@@ -158,19 +181,24 @@ fn on_cpu(x: &Tensor, experts: &[Expert], shapes: &[(usize, usize)]) -> Result<V
     let (rows, inner) = x.dims2()?;
     let x = Input::contiguous(x)?;
     let x = x.read();
-    let weights = experts.iter().flat_map(|expert| &expert.weights);
-    let inputs = weights.map(|weight| weight.input()).collect::<Result<Vec<_>>>()?;
+    let layers: Vec<_> = experts.iter().flat_map(|expert| &expert.layers).collect();
+    let inputs = layers.iter().map(|layer| layer.weight.input()).collect::<Result<Vec<_>>>()?;
     let reads: Vec<_> = inputs.iter().map(|input| input.read()).collect();
+    let biases = layers.iter().map(|layer| layer.bias.map(Input::contiguous).transpose());
+    let biases = biases.collect::<Result<Vec<_>>>()?;
+    let read_biases: Vec<_> = biases.iter().map(|bias| bias.as_ref().map(Input::read)).collect();
     dispatch!(OPERATION, x.dtype(), T => {
-        let numbers = reads.iter().map(|it| it.numbers::<Sum<T>>()).collect::<Result<Vec<_>>>()?;
+        let weights = reads.iter().map(|it| it.numbers::<Sum<T>>()).collect::<Result<Vec<_>>>()?;
+        let biases = read_biases.iter().map(numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
+        let numbers: Vec<_> = weights.iter().zip(&biases).collect();
         let values = x.values::<Sum<T>>()?;
         let mut outputs: Vec<_> =
             shapes.iter().map(|(outer, _)| unwritten::<T>(rows * outer)).collect();
         let mut rest: Vec<&mut [T]> = outputs.iter_mut().map(|output| &mut output[..]).collect();
         let (mut start, mut ys, mut groups) = (0, Vec::new(), Vec::new());
         for (expert, weights) in experts.iter().zip(numbers.chunks_exact(shapes.len())) {
-            let layers = weights.iter().zip(shapes).map(|(weight, (outer, _))| {
-                Layer { weight: weight.values(), outer: *outer, bias: None }
+            let layers = weights.iter().zip(shapes).map(|((weight, bias), (outer, _))| {
+                cpu::Layer { weight: weight.values(), outer: *outer, bias: bias.as_deref() }
             });
             let x = values.slice(start * inner..(start + expert.rows) * inner);
             groups.push(Group { rows: expert.rows, x, layers: layers.collect() });

@@ -3,6 +3,7 @@
 // A place that is none of y's rows can't be reported from here: it gives NaN.
 #include "../glu/activation.cuh"
 #include "grouped.cuh"
+#include "packed.cuh"
 #include "rows.cuh"
 #include "vector.cuh"
 
@@ -150,83 +151,117 @@ constexpr int FEW_THREADS = 256;
 /// Columns of a block, and of one of its warps.
 constexpr int FEW_COLUMNS = 16, OF_WARP = FEW_COLUMNS / (FEW_THREADS / WARP);
 
-/// The products of the block's row `x`, of which `row` has room for a copy, with the warp's rows of `MATRICES` weights from
-/// `column` on, which may lie beyond the end.
-template <int MATRICES, typename T>
-__device__ __forceinline__ void dots(const T *x, T *row, const T *const (&weights)[MATRICES],
-                                     int inner, int outer, int column,
-                                     float (&sums)[MATRICES][OF_WARP]) {
-    constexpr int N = Pack<T>::N;
-    for (int i = threadIdx.x * N; i < inner; i += FEW_THREADS * N)
-        store_pack(row + i, load_pack(x + i));
-    __syncthreads();
+/// Matrices as they are.
+struct DenseMatrices {
+    template <typename T> using Entry = const T *;
+
+    /// The products of the block's row `x`, of which `row` has room for a copy, with the warp's rows of `MATRICES` weights from
+    /// `column` on, which may lie beyond the end.
+    template <int MATRICES, typename T>
+    __device__ __forceinline__ static void dots(const T *x, T *row, const Entry<T> *entries, int inner, int outer,
+                                                int column, float (&sums)[MATRICES][OF_WARP]) {
+        constexpr int N = Pack<T>::N;
+        const T *weights[MATRICES];
 #pragma unroll
-    for (int m = 0; m < MATRICES; m++) {
-#pragma unroll
-        for (int c = 0; c < OF_WARP; c++) sums[m][c] = 0.0f;
-    }
-#pragma unroll 4
-    for (int i = (threadIdx.x % WARP) * N; i < inner; i += WARP * N) {
-        const Pack<T> left = load_pack(row + i);
+        for (int m = 0; m < MATRICES; m++) weights[m] = entries[m];
+        for (int i = threadIdx.x * N; i < inner; i += FEW_THREADS * N)
+            store_pack(row + i, load_pack(x + i));
+        __syncthreads();
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
 #pragma unroll
-            for (int c = 0; c < OF_WARP; c++) {
-                const int line = min(column + c, outer - 1);
-                const Pack<T> right = load_pack(weights[m] + int64_t(line) * inner + i);
+            for (int c = 0; c < OF_WARP; c++) sums[m][c] = 0.0f;
+        }
+#pragma unroll 4
+        for (int i = (threadIdx.x % WARP) * N; i < inner; i += WARP * N) {
+            const Pack<T> left = load_pack(row + i);
 #pragma unroll
-                for (int n = 0; n < N; n++)
-                    sums[m][c] += to_float(left.at[n]) * to_float(right.at[n]);
+            for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+                for (int c = 0; c < OF_WARP; c++) {
+                    const int line = min(column + c, outer - 1);
+                    const Pack<T> right = load_pack(weights[m] + int64_t(line) * inner + i);
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+                        sums[m][c] += to_float(left.at[n]) * to_float(right.at[n]);
+                }
             }
         }
-    }
 #pragma unroll
-    for (int m = 0; m < MATRICES; m++) {
+        for (int m = 0; m < MATRICES; m++) {
 #pragma unroll
-        for (int c = 0; c < OF_WARP; c++) sums[m][c] = warp_sum(sums[m][c]);
+            for (int c = 0; c < OF_WARP; c++) sums[m][c] = warp_sum(sums[m][c]);
+        }
     }
+};
+
+/// Matrices in fewer bits, whose codes are of a kind.
+template <int BITS, int KIND> struct PackedMatrices {
+    template <typename T> using Entry = Packed;
+
+    template <int MATRICES, typename T>
+    __device__ __forceinline__ static void dots(const T *x, T *row, const Packed *entries, int inner, int outer,
+                                                int column, float (&sums)[MATRICES][OF_WARP]) {
+        constexpr int N = Pack<T>::N;
+        __shared__ Shared<MATRICES> weights;
+        weights.copy(entries);
+        for (int i = threadIdx.x * N; i < inner; i += FEW_THREADS * N)
+            store_pack(row + i, load_pack(x + i));
+        __syncthreads();
+        packed_dots<BITS, KIND>(row, weights.at, inner, outer, column, sums);
+    }
+};
+
+/// What an expert's layer adds to `column`, if anything. `biases` has three addresses of each expert, or is null.
+template <typename T>
+__device__ __forceinline__ float bias_of(const T *const *biases, int64_t expert, int layer, int column) {
+    if (biases == nullptr) return 0.0f;
+    const T *const bias = biases[3 * expert + layer];
+    return bias == nullptr ? 0.0f : to_float(bias[column]);
 }
 
 /// The gated unit of choice `blockIdx.y`, `outer` columns, of its token's row of x.
-template <typename T>
-__device__ __forceinline__ void experts_unit(const T *x, const T *const *table,
-                                             const unsigned *chosen, T *unit, int inner, int outer,
-                                             int active, int activation) {
+template <typename T, typename Matrices>
+__device__ __forceinline__ void unit_of(const T *x, const typename Matrices::template Entry<T> *table,
+                                        const T *const *biases, const unsigned *chosen, T *unit, int inner,
+                                        int outer, int active, int activation) {
     extern __shared__ __align__(16) unsigned char row[];
     follow_previous();
-    const T *const *of_expert = table + 3 * int64_t(chosen[blockIdx.y]);
-    const T *const weights[2] = {of_expert[0], of_expert[1]};
+    const int64_t expert = chosen[blockIdx.y];
     const int column = blockIdx.x * FEW_COLUMNS + threadIdx.x / WARP * OF_WARP;
     float sums[2][OF_WARP];
-    dots(x + int64_t(blockIdx.y / active) * inner, reinterpret_cast<T *>(row), weights, inner,
-         outer, column, sums);
+    Matrices::dots(x + int64_t(blockIdx.y / active) * inner, reinterpret_cast<T *>(row), table + 2 * expert, inner,
+                   outer, column, sums);
     if (threadIdx.x % WARP != 0) return;
 #pragma unroll
     for (int c = 0; c < OF_WARP; c++) {
+        if (column + c >= outer) continue;
         // As if gate and value had been stored.
-        const float gate = to_float(from_float<T>(sums[0][c]));
-        const float value = to_float(from_float<T>(sums[1][c]));
-        if (column + c < outer)
-            unit[int64_t(blockIdx.y) * outer + column + c] =
-                from_float<T>(activated(gate, activation) * value);
+        const float gate = to_float(from_float<T>(sums[0][c] + bias_of(biases, expert, 0, column + c)));
+        const float value = to_float(from_float<T>(sums[1][c] + bias_of(biases, expert, 1, column + c)));
+        unit[int64_t(blockIdx.y) * outer + column + c] = from_float<T>(gated(gate, value, activation));
     }
 }
 
 /// The product of choice `blockIdx.y`'s unit with its expert's last weight.
-template <typename T>
-__device__ __forceinline__ void experts_down(const T *unit, const T *const *table,
-                                             const unsigned *chosen, T *y, int inner, int outer) {
+template <typename T, typename Matrices>
+__device__ __forceinline__ void down_of(const T *unit, const typename Matrices::template Entry<T> *table,
+                                        const T *const *biases, const unsigned *chosen, T *y, int inner,
+                                        int outer) {
     extern __shared__ __align__(16) unsigned char row[];
     follow_previous();
-    const T *const weights[1] = {table[3 * int64_t(chosen[blockIdx.y]) + 2]};
+    const int64_t expert = chosen[blockIdx.y];
     const int column = blockIdx.x * FEW_COLUMNS + threadIdx.x / WARP * OF_WARP;
     float sums[1][OF_WARP];
-    dots(unit + int64_t(blockIdx.y) * inner, reinterpret_cast<T *>(row), weights, inner, outer,
-         column, sums);
+    Matrices::dots(unit + int64_t(blockIdx.y) * inner, reinterpret_cast<T *>(row), table + expert, inner, outer,
+                   column, sums);
     if (threadIdx.x % WARP != 0) return;
 #pragma unroll
-    for (int c = 0; c < OF_WARP; c++)
-        if (column + c < outer) y[int64_t(blockIdx.y) * outer + column + c] = from_float<T>(sums[0][c]);
+    for (int c = 0; c < OF_WARP; c++) {
+        if (column + c < outer)
+            y[int64_t(blockIdx.y) * outer + column + c] =
+                from_float<T>(sums[0][c] + bias_of(biases, expert, 2, column + c));
+    }
 }
 
 #define COMBINE_PARAMETERS                                                                         \
@@ -244,11 +279,37 @@ FOR_EACH_DTYPE(experts_route, WARP,
                (const T *logits, unsigned *chosen, float *shares, int count, int active,
                 int normalized),
                (logits, chosen, shares, count, active, normalized))
-FOR_EACH_DTYPE(experts_unit, FEW_THREADS,
-               (const T *x, const T *const *table, const unsigned *chosen, T *unit, int inner,
-                int outer, int active, int activation),
-               (x, table, chosen, unit, inner, outer, active, activation))
-FOR_EACH_DTYPE(experts_down, FEW_THREADS,
-               (const T *unit, const T *const *table, const unsigned *chosen, T *y, int inner,
-                int outer),
-               (unit, table, chosen, y, inner, outer))
+
+/// `experts_unit` and `experts_down` of matrices of a kind.
+#define FEW(form, ...)                                                                             \
+    template <typename T>                                                                          \
+    __device__ __forceinline__ void experts_unit##form(                                            \
+        const T *x, const typename __VA_ARGS__::template Entry<T> *table, const T *const *biases,  \
+        const unsigned *chosen, T *unit, int inner, int outer, int active, int activation) {       \
+        unit_of<T, __VA_ARGS__>(x, table, biases, chosen, unit, inner, outer, active, activation); \
+    }                                                                                              \
+    template <typename T>                                                                          \
+    __device__ __forceinline__ void experts_down##form(                                            \
+        const T *unit, const typename __VA_ARGS__::template Entry<T> *table,                       \
+        const T *const *biases, const unsigned *chosen, T *y, int inner, int outer) {              \
+        down_of<T, __VA_ARGS__>(unit, table, biases, chosen, y, inner, outer);                     \
+    }                                                                                              \
+    FOR_EACH_DTYPE(experts_unit##form, FEW_THREADS,                                                \
+                   (const T *x, const typename __VA_ARGS__::template Entry<T> *table,              \
+                    const T *const *biases, const unsigned *chosen, T *unit, int inner, int outer, \
+                    int active, int activation),                                                   \
+                   (x, table, biases, chosen, unit, inner, outer, active, activation))             \
+    FOR_EACH_DTYPE(experts_down##form, FEW_THREADS,                                                \
+                   (const T *unit, const typename __VA_ARGS__::template Entry<T> *table,           \
+                    const T *const *biases, const unsigned *chosen, T *y, int inner, int outer),   \
+                   (unit, table, biases, chosen, y, inner, outer))
+
+FEW(, DenseMatrices)
+FEW(_table, PackedMatrices<4, TABLE>)
+FEW(_e4m3, PackedMatrices<8, E4M3>)
+FEW(_2_bits, PackedMatrices<2, INTEGERS>)
+FEW(_3_bits, PackedMatrices<3, INTEGERS>)
+FEW(_4_bits, PackedMatrices<4, INTEGERS>)
+FEW(_5_bits, PackedMatrices<5, INTEGERS>)
+FEW(_6_bits, PackedMatrices<6, INTEGERS>)
+FEW(_8_bits, PackedMatrices<8, INTEGERS>)

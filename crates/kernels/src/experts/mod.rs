@@ -15,6 +15,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+// Only CUDA makes layers of them.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod few;
 pub mod grouped;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]

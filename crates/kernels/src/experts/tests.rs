@@ -231,8 +231,8 @@ where
     Weight<'a>: From<&'a T>,
 {
     let expert = |(rows, weights): (usize, &'a [T; 2])| {
-        let weights = weights.each_ref().map(Weight::from).to_vec();
-        grouped::Expert { rows, weights }
+        let layers = weights.each_ref().map(|it| Weight::from(it).into()).to_vec();
+        grouped::Expert { rows, layers }
     };
     ROWS.into_iter().zip(weights).map(expert).collect()
 }
@@ -253,6 +253,35 @@ fn weights_of(inner: usize, dtype: DType) -> Vec<[Tensor; 2]> {
     (0..ROWS.len() as u64).map(|seed| [weight(10 + seed), weight(20 + seed)]).collect()
 }
 
+/// A bias for each layer but one.
+fn with_biases<'a>(
+    mut experts: Vec<grouped::Expert<'a>>,
+    biases: &'a [Tensor],
+) -> Vec<grouped::Expert<'a>> {
+    let layers = experts.iter_mut().flat_map(|expert| &mut expert.layers).skip(1);
+    for (layer, bias) in layers.zip(&biases[1..]) {
+        layer.bias = Some(bias);
+    }
+    experts
+}
+
+fn biases_of(count: usize, outer: usize, dtype: DType) -> Vec<Tensor> {
+    (0..count as u64).map(|seed| random(&[outer], 40 + seed).to_dtype(dtype).unwrap()).collect()
+}
+
+/// Each row's bias.
+fn biases_by_rows(biases: &[Tensor], layer: usize) -> Tensor {
+    let bias = |expert: usize| match 2 * expert + layer {
+        0 => (&biases[0] * 0.0).unwrap(),
+        index => biases[index].clone(),
+    };
+    let parts = ROWS.iter().enumerate().map(|(expert, rows)| {
+        let bias = bias(expert).unsqueeze(0).unwrap();
+        bias.broadcast_as((*rows, bias.elem_count())).unwrap()
+    });
+    Tensor::cat(&parts.collect::<Vec<_>>(), 0).unwrap()
+}
+
 #[test]
 fn grouped_products_are_those_of_each_expert() {
     let total = ROWS.iter().sum::<usize>();
@@ -260,6 +289,12 @@ fn grouped_products_are_those_of_each_expert() {
         let (x, exact) = (random(&[total, inner], 1), weights_of(inner, DType::F64));
         for (layer, y) in grouped::forward(&x, &experts(&exact)).unwrap().iter().enumerate() {
             assert_close(y, &by_rows(&x, &exact, layer), 1e-13);
+        }
+        let biases = biases_of(2 * ROWS.len(), 37, DType::F64);
+        let biased = with_biases(experts(&exact), &biases);
+        for (layer, y) in grouped::forward(&x, &biased).unwrap().iter().enumerate() {
+            let expected = (by_rows(&x, &exact, layer) + biases_by_rows(&biases, layer)).unwrap();
+            assert_close(y, &expected, 1e-13);
         }
         for (dtype, tolerance) in PRECISIONS {
             let low = strided(&x.to_dtype(dtype).unwrap());
@@ -275,6 +310,20 @@ fn grouped_products_are_those_of_each_expert() {
                 for (layer, y) in found.iter().enumerate() {
                     assert_eq!((y.dtype(), y.dims()), (dtype, &[total, 37][..]));
                     assert_close(y, &by_rows(&rounded(&x, dtype), &wide, layer), tolerance);
+                }
+            }
+            let biases = biases_of(2 * ROWS.len(), 37, dtype);
+            let wide_biases: Vec<_> =
+                biases.iter().map(|bias| bias.to_dtype(DType::F64).unwrap()).collect();
+            let biased = with_biases(experts(&weights), &biases);
+            for invariant in [false, true] {
+                let found = crate::batch_invariance::within(invariant, || {
+                    grouped::forward(&low, &biased).unwrap()
+                });
+                for (layer, y) in found.iter().enumerate() {
+                    let products = by_rows(&rounded(&x, dtype), &wide, layer);
+                    let expected = (products + biases_by_rows(&wide_biases, layer)).unwrap();
+                    assert_close(y, &expected, tolerance);
                 }
             }
         }
@@ -353,9 +402,14 @@ fn wrong_groups_are_refused() {
     let error = message(grouped::forward(&random(&[total, 8], 1), &all));
     assert!(error.contains("an expert has weights [(37, 7), (37, 7)]"), "{error}");
     let mut one = all.clone();
-    one[3].weights.pop();
+    one[3].layers.pop();
     let error = message(grouped::forward(&x, &one));
     assert!(error.contains("[(37, 7)] beside [(37, 7), (37, 7)]"), "{error}");
+    let bias = random(&[36], 1);
+    let mut one = all.clone();
+    one[3].layers[1].bias = Some(&bias);
+    let error = message(grouped::forward(&x, &one));
+    assert!(error.contains("bias has shape [36], expected [37]"), "{error}");
     let error = message(grouped::backward_input(&[None, None], &all));
     assert!(error.contains("no gradient"), "{error}");
     let dy = random(&[total, 36], 1);
@@ -367,21 +421,37 @@ fn wrong_groups_are_refused() {
 mod cuda {
     use super::*;
     use crate::glu::{self, Activation};
-    use few::{Layer, MOST_TOKENS, Options};
+    use few::{Expert, Layer, MOST_TOKENS, Matrix, Options};
 
-    /// A layer's experts and what is asked of them: weights, rows and logits, all on the CPU.
+    /// A layer's experts and what is asked of them, all on the CPU.
     struct Problem {
-        weights: Vec<[Tensor; 3]>,
+        weights: Vec<[Matrix; 3]>,
+        biases: Vec<[Option<Tensor>; 3]>,
         x: Tensor,
         logits: Tensor,
         options: Options,
+    }
+
+    fn weight_of(matrix: &Matrix) -> Weight<'_> {
+        match matrix {
+            Matrix::Dense(weight) => weight.into(),
+            Matrix::Packed(packed) => packed.into(),
+        }
+    }
+
+    fn expert_of<'a>(weights: &'a [Matrix; 3], biases: &'a [Option<Tensor>; 3]) -> Expert<'a> {
+        Expert {
+            weights: weights.each_ref().map(weight_of),
+            biases: biases.each_ref().map(Option::as_ref),
+        }
     }
 
     impl Problem {
         fn new([tokens, count, hidden, width]: [usize; 4], options: Options, dtype: DType) -> Self {
             let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
             let weight = |shape: &[usize], seed: usize| {
-                (low(shape, seed as u64) * 0.2).unwrap().to_dtype(dtype).unwrap()
+                let weight = (low(shape, seed as u64) * 0.2).unwrap().to_dtype(dtype).unwrap();
+                Matrix::Dense(weight)
             };
             let expert = |index: usize| {
                 let seed = 10 * (index + 1);
@@ -390,7 +460,34 @@ mod cuda {
             };
             let weights = (0..count).map(expert).collect();
             let (x, logits) = (low(&[tokens, hidden], 1), low(&[tokens, count], 2));
-            Self { weights, x, logits, options }
+            Self { weights, biases: vec![[const { None }; 3]; count], x, logits, options }
+        }
+
+        /// With biases, but of some layers.
+        fn biased(mut self) -> Self {
+            for (index, (weights, biases)) in self.weights.iter().zip(&mut self.biases).enumerate()
+            {
+                for (layer, (weight, bias)) in weights.iter().zip(biases).enumerate() {
+                    let (outer, _) = weight_of(weight).shape().unwrap();
+                    let number = random(&[outer], (1000 + 3 * index + layer) as u64);
+                    let number = number.to_dtype(self.x.dtype()).unwrap();
+                    *bias = (3 * index + layer != 1).then_some(number);
+                }
+            }
+            self
+        }
+
+        /// With the matrices into gates and values in one format, and those back in another.
+        fn packed(mut self, [into, back]: [Format; 2]) -> Self {
+            for weights in &mut self.weights {
+                for (weight, format) in weights.iter_mut().zip([into, into, back]) {
+                    if let Matrix::Dense(dense) = weight {
+                        let dense = dense.to_dtype(DType::F32).unwrap();
+                        *weight = Matrix::Packed(quantize(&dense, format).unwrap());
+                    }
+                }
+            }
+            self
         }
 
         /// By the operations for any number of tokens.
@@ -401,12 +498,13 @@ mod cuda {
             let tokens = Tensor::new(tokens, &Device::Cpu).unwrap();
             let rows = self.x.index_select(&tokens, 0).unwrap();
             let group = |layers: &[usize]| {
+                let layer = |expert: usize, layer: usize| grouped::Layer {
+                    weight: weight_of(&self.weights[expert][layer]),
+                    bias: self.biases[expert][layer].as_ref(),
+                };
                 let expert = |(expert, rows): &(usize, usize)| grouped::Expert {
                     rows: *rows,
-                    weights: layers
-                        .iter()
-                        .map(|layer| (&self.weights[*expert][*layer]).into())
-                        .collect(),
+                    layers: layers.iter().map(|it| layer(*expert, *it)).collect(),
                 };
                 experts.iter().map(expert).collect::<Vec<_>>()
             };
@@ -418,13 +516,38 @@ mod cuda {
             combine(&y[0], &weights, &places).unwrap()
         }
 
-        fn layer(&self, device: &Device) -> Layer {
-            let weights: Vec<_> =
-                self.weights.iter().map(|it| it.each_ref().map(|it| there(it, device))).collect();
-            let borrowed: Vec<_> = weights.iter().map(|it| it.each_ref()).collect();
-            let layer = Layer::new(&borrowed).unwrap().unwrap();
-            assert!(layer.has(&borrowed) && !layer.has(&borrowed[1..]));
+        fn layer(&self, device: &Device) -> Option<Layer> {
+            let on_gpu = |matrix: &Matrix| match matrix {
+                Matrix::Dense(weight) => Matrix::Dense(there(weight, device)),
+                Matrix::Packed(packed) => Matrix::Packed(packed.to_device(device).unwrap()),
+            };
+            let weights: Vec<_> = self.weights.iter().map(|it| it.each_ref().map(on_gpu)).collect();
+            let bias = |bias: &Option<Tensor>| bias.as_ref().map(|bias| there(bias, device));
+            let biases: Vec<_> = self.biases.iter().map(|it| it.each_ref().map(bias)).collect();
+            let experts: Vec<_> =
+                weights.iter().zip(&biases).map(|(it, biases)| expert_of(it, biases)).collect();
+            let dtype = self.x.dtype();
+            let layer = Layer::new(&experts, dtype).unwrap();
+            assert_eq!(layer.is_some(), few::takes(&experts, dtype).unwrap());
+            if let Some(layer) = &layer {
+                assert!(layer.has(&experts, dtype) && !layer.has(&experts[1..], dtype));
+                let mut other = experts.clone();
+                other[0].biases[2] = biases.last().and_then(|biases| biases[1].as_ref());
+                let is_other = other[0].biases[2].is_some() || experts[0].biases[2].is_some();
+                assert_eq!(layer.has(&other, dtype), !is_other);
+            }
             layer
+        }
+
+        fn assert_right(&self, device: &Device, tolerance: f64) {
+            let layer = self.layer(device).unwrap();
+            for view in [|tensor: &Tensor| tensor.clone(), strided] {
+                let on_gpu = |tensor: &Tensor| view(&there(tensor, device));
+                let (x, logits) = (on_gpu(&self.x), on_gpu(&self.logits));
+                let found = layer.forward(&x, &logits, self.options).unwrap();
+                assert_eq!((found.dtype(), found.dims()), (self.x.dtype(), self.x.dims()));
+                assert_close(&here(&found), &self.on_the_cpu(), tolerance);
+            }
         }
     }
 
@@ -448,14 +571,20 @@ mod cuda {
                 let weights: Vec<[Tensor; 2]> = (0..rows.len() as u64)
                     .map(|seed| [10, 20].map(|more| low(&[outer, inner], more + seed)))
                     .collect();
-                let on = |move_to: &dyn Fn(&Tensor) -> Tensor| {
+                let biases = biases_of(2 * rows.len(), outer, dtype);
+                let on = |move_to: &dyn Fn(&Tensor) -> Tensor, has_biases: bool| {
                     let weights: Vec<_> =
                         weights.iter().map(|it| it.each_ref().map(move_to)).collect();
+                    let biases: Vec<_> = biases.iter().map(move_to).collect();
                     let groups = rows.iter().zip(&weights).map(|(rows, weights)| grouped::Expert {
                         rows: *rows,
-                        weights: weights.each_ref().map(Weight::from).to_vec(),
+                        layers: weights.each_ref().map(|it| Weight::from(it).into()).to_vec(),
                     });
-                    let groups: Vec<_> = groups.filter(|group| group.rows > 0).collect();
+                    let mut groups: Vec<_> = groups.collect();
+                    if has_biases {
+                        groups = with_biases(groups, &biases);
+                    }
+                    groups.retain(|group| group.rows > 0);
                     let mut found = grouped::forward(&move_to(&x), &groups).unwrap();
                     let [first, second] = dys.each_ref().map(move_to);
                     for dys in [[Some(&first), Some(&second)], [None, Some(&second)]] {
@@ -463,13 +592,61 @@ mod cuda {
                     }
                     found
                 };
-                let expected = on(&|tensor| tensor.clone());
-                for view in [|tensor: &Tensor| tensor.clone(), strided] {
-                    let found = on(&|tensor| view(&there(tensor, &device)));
-                    for (found, expected) in found.iter().zip(&expected) {
-                        assert_close(&here(found), expected, 2.0 * tolerance);
+                for has_biases in [false, true] {
+                    let expected = on(&|tensor| tensor.clone(), has_biases);
+                    for view in [|tensor: &Tensor| tensor.clone(), strided] {
+                        let found = on(&|tensor| view(&there(tensor, &device)), has_biases);
+                        for (found, expected) in found.iter().zip(&expected) {
+                            assert_close(&here(found), expected, 2.0 * tolerance);
+                        }
                     }
                 }
+            }
+        }
+    }
+
+    const PACKED: [Format; 7] = [
+        Format::Nf4 { block: 64, nested: true },
+        Format::Mxfp4,
+        Format::Q4K,
+        Format::Q6K,
+        Format::Q8_0,
+        Format::Affine { bits: 3, group: 64 },
+        Format::Mxfp8,
+    ];
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_grouped_products_by_packed_weights_are_those_of_the_cpu() {
+        let device = crate::testing::cuda();
+        let total = ROWS.iter().sum::<usize>();
+        let dense = weights_of(256, DType::F32);
+        for (index, format) in PACKED.into_iter().enumerate() {
+            let pack = |weight: &Tensor| {
+                // Whole chunks of columns.
+                let weight = Tensor::cat(&[weight, &weight.narrow(0, 0, 3).unwrap()], 0).unwrap();
+                quantize(&weight, format).unwrap()
+            };
+            let packed: Vec<_> = dense.iter().map(|it| it.each_ref().map(pack)).collect();
+            let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
+            let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+            let (x, dys) = (low(&[total, 256], 1), [low(&[total, 40], 2), low(&[total, 40], 3)]);
+            let biases = biases_of(2 * ROWS.len(), 40, dtype);
+            let on = |device: &Device| {
+                let packed: Vec<_> = packed
+                    .iter()
+                    .map(|it| it.each_ref().map(|it| it.to_device(device).unwrap()))
+                    .collect();
+                let biases: Vec<_> = biases.iter().map(|bias| there(bias, device)).collect();
+                let groups = with_biases(experts(&packed), &biases);
+                let mut found = grouped::forward(&there(&x, device), &groups).unwrap();
+                let dys = dys.each_ref().map(|dy| there(dy, device));
+                let dys = dys.each_ref().map(Some);
+                found.push(grouped::backward_input(&dys, &groups).unwrap());
+                found
+            };
+            for (found, expected) in on(&device).iter().zip(&on(&Device::Cpu)) {
+                assert_close(&here(found), expected, 4.0 * tolerance);
             }
         }
     }
@@ -486,21 +663,32 @@ mod cuda {
             ([2, 1000, 16, 8], 1),
         ] {
             for (dtype, tolerance) in PRECISIONS {
-                for (normalized, activation) in
-                    [(true, Activation::Silu), (false, Activation::GeluTanh)]
-                {
+                for (normalized, activation) in [
+                    (true, Activation::Silu),
+                    (false, Activation::GeluTanh),
+                    (true, Activation::Clamped),
+                ] {
                     let options = Options { active, normalized, activation };
                     let problem = Problem::new(sizes, options, dtype);
-                    let layer = problem.layer(&device);
-                    for view in [|tensor: &Tensor| tensor.clone(), strided] {
-                        let on_gpu = |tensor: &Tensor| view(&there(tensor, &device));
-                        let found = layer
-                            .forward(&on_gpu(&problem.x), &on_gpu(&problem.logits), options)
-                            .unwrap();
-                        assert_eq!((found.dtype(), found.dims()), (dtype, problem.x.dims()));
-                        assert_close(&here(&found), &problem.on_the_cpu(), 4.0 * tolerance);
-                    }
+                    problem.assert_right(&device, 4.0 * tolerance);
+                    problem.biased().assert_right(&device, 4.0 * tolerance);
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_few_tokens_read_packed_experts() {
+        let device = crate::testing::cuda();
+        for (index, format) in PACKED.into_iter().enumerate() {
+            let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
+            let options = Options { active: 3, normalized: true, activation: Activation::Clamped };
+            for sizes in [[1, 5, 256, 512], [7, 5, 768, 256]] {
+                let back = PACKED[(index + 1) % PACKED.len()];
+                let problem = Problem::new(sizes, options, dtype).packed([format, back]);
+                problem.assert_right(&device, 8.0 * tolerance);
+                problem.biased().assert_right(&device, 8.0 * tolerance);
             }
         }
     }
@@ -515,7 +703,7 @@ mod cuda {
         logits[70 + 40] = f32::NAN;
         problem.logits = Tensor::from_vec(logits, (2, 70), &Device::Cpu).unwrap();
         let on_gpu = |tensor: &Tensor| there(tensor, &device);
-        let layer = problem.layer(&device);
+        let layer = problem.layer(&device).unwrap();
         let found =
             here(&layer.forward(&on_gpu(&problem.x), &on_gpu(&problem.logits), options).unwrap());
         let expected = problem.on_the_cpu();
@@ -529,7 +717,7 @@ mod cuda {
         let device = crate::testing::cuda();
         let options = Options { active: 2, normalized: true, activation: Activation::Silu };
         let problem = Problem::new([2, 4, 16, 8], options, DType::F32);
-        let layer = problem.layer(&device);
+        let layer = problem.layer(&device).unwrap();
         let (x, logits) = (there(&problem.x, &device), there(&problem.logits, &device));
         let none =
             layer.forward(&x.narrow(0, 0, 0).unwrap(), &logits.narrow(0, 0, 0).unwrap(), options);
@@ -539,11 +727,14 @@ mod cuda {
         let error = message(layer.forward(&x, &logits, Options { active: 5, ..options }));
         assert!(error.contains("5 of 4 experts for each of 2 tokens"), "{error}");
         for sizes in [[2, 4, 17, 8], [2, 4, 16, 6]] {
-            let odd = Problem::new(sizes, options, DType::F32);
-            let weights: Vec<_> =
-                odd.weights.iter().map(|it| it.each_ref().map(|it| there(it, &device))).collect();
-            let borrowed: Vec<_> = weights.iter().map(|it| it.each_ref()).collect();
-            assert!(Layer::new(&borrowed).unwrap().is_none());
+            assert!(Problem::new(sizes, options, DType::F32).layer(&device).is_none());
         }
+        // Of one expert in another format than of the others.
+        let mut mixed =
+            Problem::new([2, 4, 256, 256], options, DType::F32).packed([Format::Q4K, Format::Q8_0]);
+        let other = Problem::new([2, 4, 256, 256], options, DType::F32)
+            .packed([Format::Mxfp4, Format::Q8_0]);
+        mixed.weights[2] = other.weights[2].clone();
+        assert!(mixed.layer(&device).is_none());
     }
 }

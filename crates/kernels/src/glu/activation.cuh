@@ -3,7 +3,9 @@
 
 #include "common.cuh"
 
-constexpr int SILU = 0, GELU_TANH = 1, GELU = 2;
+constexpr int SILU = 0, GELU_TANH = 1, GELU = 2, CLAMPED = 3;
+/// Of CLAMPED.
+constexpr float CLAMPED_SLOPE = 1.702f, CLAMPED_LIMIT = 7.0f;
 
 struct Slope {
     float value, slope;
@@ -23,6 +25,11 @@ template <int ACTIVATION> __device__ __forceinline__ Slope activate(float x) {
         const float s = sigmoid(FACTOR * (x + CUBIC * square * x));
         const float slope = FACTOR * (1.0f + 3.0f * CUBIC * square);
         return {x * s, s + x * s * (1.0f - s) * slope};
+    } else if constexpr (ACTIVATION == CLAMPED) {
+        const bool is_inside = !(x > CLAMPED_LIMIT);
+        const float y = is_inside ? x : CLAMPED_LIMIT;
+        const float s = sigmoid(CLAMPED_SLOPE * y);
+        return {y * s, is_inside ? s * (1.0f + CLAMPED_SLOPE * y * (1.0f - s)) : 0.0f};
     } else {
         const float cumulative = normcdff(x);
         const float density = 0.3989422804014327f * expf(-0.5f * x * x);
@@ -30,8 +37,21 @@ template <int ACTIVATION> __device__ __forceinline__ Slope activate(float x) {
     }
 }
 
-__device__ __forceinline__ float activated(float x, int activation) {
-    if (activation == SILU) return activate<SILU>(x).value;
-    if (activation == GELU_TANH) return activate<GELU_TANH>(x).value;
-    return activate<GELU>(x).value;
+/// What the gate is multiplied by, and its derivative.
+template <int ACTIVATION> __device__ __forceinline__ Slope multiplier(float up) {
+    if constexpr (ACTIVATION == CLAMPED) {
+        const bool is_inside = !(fabsf(up) > CLAMPED_LIMIT);
+        const float cut = is_inside ? up : copysignf(CLAMPED_LIMIT, up);
+        return {cut + 1.0f, is_inside ? 1.0f : 0.0f};
+    } else {
+        return {up, 1.0f};
+    }
+}
+
+/// The gated unit.
+__device__ __forceinline__ float gated(float gate, float up, int activation) {
+    if (activation == SILU) return activate<SILU>(gate).value * up;
+    if (activation == GELU_TANH) return activate<GELU_TANH>(gate).value * up;
+    if (activation == CLAMPED) return activate<CLAMPED>(gate).value * multiplier<CLAMPED>(up).value;
+    return activate<GELU>(gate).value * up;
 }

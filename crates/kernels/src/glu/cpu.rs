@@ -1,6 +1,6 @@
 //! The gated unit on the CPU: a task is a block of rows.
 
-use super::Activation;
+use super::{Activation, CLAMPED_LIMIT, CLAMPED_SLOPE};
 use crate::backend::cpu::{
     Disjoint, Element, Real, StridedRows, for_each_chunk, for_each_index, rows_per_task,
     write_through,
@@ -35,25 +35,61 @@ fn gelu_tanh<A: Real>(x: A) -> (A, A) {
     (x * s, s + x * s * (A::ONE - s) * slope)
 }
 
-/// Calls `$body` with the activation as a function of its own type, so that it is inlined.
-macro_rules! with_function {
-    ($activation:expr, $function:ident => $body:expr) => {
+#[inline(always)]
+fn clamped<A: Real>(x: A) -> (A, A) {
+    let (limit, factor) = (A::from_f64(CLAMPED_LIMIT), A::from_f64(CLAMPED_SLOPE));
+    let is_beyond = x > limit;
+    let x = if is_beyond { limit } else { x };
+    let s = sigmoid(factor * x);
+    (x * s, if is_beyond { A::ZERO } else { s * (A::ONE + factor * x * (A::ONE - s)) })
+}
+
+/// The value and its derivative.
+#[inline(always)]
+fn as_it_is<A: Real>(up: A) -> (A, A) {
+    (up, A::ONE)
+}
+
+/// What stands in the place of a value beside [`clamped`], and its derivative.
+#[inline(always)]
+fn clamped_value<A: Real>(up: A) -> (A, A) {
+    let limit = A::from_f64(CLAMPED_LIMIT);
+    if up > limit {
+        (limit + A::ONE, A::ZERO)
+    } else if up < -limit {
+        (A::ONE - limit, A::ZERO)
+    } else {
+        (up + A::ONE, A::ONE)
+    }
+}
+
+/// Calls `$body` with what gates and values go through as functions of their own types, so that they are inlined.
+macro_rules! with_functions {
+    ($activation:expr, $functions:ident => $body:expr) => {
         match $activation {
             Activation::Silu => {
-                let $function = silu;
+                let $functions = (silu, as_it_is);
                 $body
             }
             Activation::Gelu => {
-                let $function = gelu;
+                let $functions = (gelu, as_it_is);
                 $body
             }
             Activation::GeluTanh => {
-                let $function = gelu_tanh;
+                let $functions = (gelu_tanh, as_it_is);
+                $body
+            }
+            Activation::Clamped => {
+                let $functions = (clamped, clamped_value);
                 $body
             }
         }
     };
 }
+
+/// A value and its derivative.
+trait Function<A>: Fn(A) -> (A, A) + Sync {}
+impl<A, F: Fn(A) -> (A, A) + Sync> Function<A> for F {}
 
 pub(super) fn forward<T: Element>(
     activation: Activation,
@@ -61,11 +97,11 @@ pub(super) fn forward<T: Element>(
     up: StridedRows<T>,
     out: &mut [T],
 ) {
-    with_function!(activation, function => forward_with(function, gate, up, out))
+    with_functions!(activation, functions => forward_with(functions, gate, up, out))
 }
 
 fn forward_with<T: Element>(
-    function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
+    (of_gate, of_up): (impl Function<T::Acc>, impl Function<T::Acc>),
     gate: StridedRows<T>,
     up: StridedRows<T>,
     out: &mut [T],
@@ -88,7 +124,7 @@ fn forward_with<T: Element>(
                     #[inline(always)]
                     |out| {
                         for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                            *out = function(*gate).0 * *up;
+                            *out = of_gate(*gate).0 * of_up(*up).0;
                         }
                     },
                 );
@@ -107,11 +143,11 @@ pub(super) fn backward<T: Element>(
     dup: Option<&mut [T]>,
 ) {
     let inputs = [gate, up, d_out];
-    with_function!(activation, function => backward_with(function, inputs, rows, dgate, dup))
+    with_functions!(activation, functions => backward_with(functions, inputs, rows, dgate, dup))
 }
 
 fn backward_with<T: Element>(
-    function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
+    (of_gate, of_up): (impl Function<T::Acc>, impl Function<T::Acc>),
     [gate, up, d_out]: [StridedRows<T>; 3],
     rows: usize,
     dgate: Option<&mut [T]>,
@@ -150,9 +186,10 @@ fn backward_with<T: Element>(
                                     let inputs = gate.iter().zip(up).zip(d);
                                     let outputs = dgate.iter_mut().zip(dup);
                                     for (((gate, up), d), (dgate, dup)) in inputs.zip(outputs) {
-                                        let (value, slope) = function(*gate);
-                                        *dgate = *d * *up * slope;
-                                        *dup = *d * value;
+                                        let (value, slope) = of_gate(*gate);
+                                        let (by, slope_of_up) = of_up(*up);
+                                        *dgate = *d * by * slope;
+                                        *dup = *d * value * slope_of_up;
                                     }
                                 },
                             );
@@ -166,7 +203,7 @@ fn backward_with<T: Element>(
                             for (((dgate, gate), up), d) in
                                 dgate.iter_mut().zip(gate).zip(up).zip(d)
                             {
-                                *dgate = *d * *up * function(*gate).1;
+                                *dgate = *d * of_up(*up).0 * of_gate(*gate).1;
                             }
                         },
                     ),
@@ -175,8 +212,8 @@ fn backward_with<T: Element>(
                         dup_scratch,
                         #[inline(always)]
                         |dup| {
-                            for ((dup, gate), d) in dup.iter_mut().zip(gate).zip(d) {
-                                *dup = *d * function(*gate).0;
+                            for (((dup, gate), up), d) in dup.iter_mut().zip(gate).zip(up).zip(d) {
+                                *dup = *d * of_gate(*gate).0 * of_up(*up).1;
                             }
                         },
                     ),

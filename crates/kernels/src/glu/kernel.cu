@@ -30,7 +30,8 @@ __device__ __forceinline__ void forward_as(const T *gate, const T *up, T *out, i
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 const float value = activate<ACTIVATION>(to_float(g[k].at[i])).value;
-                result.at[i] = from_float<T>(value * to_float(u[k].at[i]));
+                const float up = multiplier<ACTIVATION>(to_float(u[k].at[i])).value;
+                result.at[i] = from_float<T>(value * up);
             }
             store_vector(out + vector * VECTOR, result);
         }
@@ -63,6 +64,8 @@ __device__ __forceinline__ void forward(const T *gate, const T *up, T *out, int6
         forward_as<T, VECTOR, SILU>(gate, up, out, vectors, s.first);
     else if (activation == GELU_TANH)
         forward_as<T, VECTOR, GELU_TANH>(gate, up, out, vectors, s.first);
+    else if (activation == CLAMPED)
+        forward_as<T, VECTOR, CLAMPED>(gate, up, out, vectors, s.first);
     else
         forward_as<T, VECTOR, GELU>(gate, up, out, vectors, s.first);
 }
@@ -89,10 +92,11 @@ __device__ __forceinline__ void backward_as(const T *gate, const T *up, const T 
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 const Slope f = activate<ACTIVATION>(to_float(g[k].at[i]));
+                const Slope by = multiplier<ACTIVATION>(to_float(u[k].at[i]));
                 const float d_i = to_float(d[k].at[i]);
-                of_gate.at[i] = from_float<T>(d_i * to_float(u[k].at[i]) * f.slope);
-                of_up.at[i] = from_float<T>(d_i * f.value);
-                again.at[i] = from_float<T>(f.value * to_float(u[k].at[i]));
+                of_gate.at[i] = from_float<T>(d_i * by.value * f.slope);
+                of_up.at[i] = from_float<T>(d_i * f.value * by.slope);
+                again.at[i] = from_float<T>(f.value * by.value);
             }
             if (dgate) store_vector(dgate + vector * VECTOR, of_gate);
             if (dup) store_vector(dup + vector * VECTOR, of_up);
@@ -119,6 +123,8 @@ __device__ __forceinline__ void backward(const T *gate, const T *up, const T *d_
         backward_as<T, VECTOR, SILU>(gate, up, d_out, dgate, dup, out, vectors, s.first);
     else if (activation == GELU_TANH)
         backward_as<T, VECTOR, GELU_TANH>(gate, up, d_out, dgate, dup, out, vectors, s.first);
+    else if (activation == CLAMPED)
+        backward_as<T, VECTOR, CLAMPED>(gate, up, d_out, dgate, dup, out, vectors, s.first);
     else
         backward_as<T, VECTOR, GELU>(gate, up, d_out, dgate, dup, out, vectors, s.first);
 }

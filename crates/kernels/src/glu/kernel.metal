@@ -3,6 +3,10 @@
 // Inputs are rows at distances of their own; results are contiguous.
 #include "common.metal.h"
 
+/// The code of the unit that is clamped, the slope within its sigmoid, and where gates and values are cut.
+constant constexpr uint CLAMPED = 3;
+constant constexpr float CLAMPED_SLOPE = 1.702f, CLAMPED_LIMIT = 7.0f;
+
 /// The activation and its derivative.
 struct Activated {
     float value, slope;
@@ -44,9 +48,23 @@ inline Activated activate(uint activation, float x) {
         const float s = sigmoid_of(factor * (x + 0.044715f * square * x));
         return {x * s, s + x * s * (1.0f - s) * (factor * (1.0f + 3.0f * 0.044715f * square))};
     }
+    if (activation == CLAMPED) {
+        const bool is_inside = !(x > CLAMPED_LIMIT);
+        const float y = is_inside ? x : CLAMPED_LIMIT;
+        const float s = sigmoid_of(CLAMPED_SLOPE * y);
+        return {y * s, is_inside ? s * (1.0f + CLAMPED_SLOPE * y * (1.0f - s)) : 0.0f};
+    }
     const float cumulative = normal_cumulative(x);
     const float density = 0.5f * M_SQRT1_2_F * M_2_SQRTPI_F * exp(-0.5f * x * x);
     return {x * cumulative, cumulative + x * density};
+}
+
+/// What the gate is multiplied by, and its derivative.
+inline Activated multiplier(uint activation, float up) {
+    if (activation != CLAMPED) return {up, 1.0f};
+    const bool is_inside = !(abs(up) > CLAMPED_LIMIT);
+    const float cut = is_inside ? up : copysign(CLAMPED_LIMIT, up);
+    return {cut + 1.0f, is_inside ? 1.0f : 0.0f};
 }
 
 template <typename T>
@@ -62,7 +80,8 @@ template <typename T>
     for (uint k = 0; k < AHEAD; k++) {
         const ulong i = start + k * threads.x;
         if (i < columns)
-            out[i] = static_cast<T>(activate(activation, float(gate[i])).value * float(up[i]));
+            out[i] = static_cast<T>(activate(activation, float(gate[i])).value *
+                                    multiplier(activation, float(up[i])).value);
     }
 }
 
@@ -85,8 +104,9 @@ template <typename T>
         if (i >= columns) continue;
         const float d = float(d_out[i]);
         const Activated f = activate(activation, float(gate[i]));
-        if (need_dgate) dgate[row + i] = static_cast<T>(d * float(up[i]) * f.slope);
-        if (need_dup) dup[row + i] = static_cast<T>(d * f.value);
+        const Activated by = multiplier(activation, float(up[i]));
+        if (need_dgate) dgate[row + i] = static_cast<T>(d * by.value * f.slope);
+        if (need_dup) dup[row + i] = static_cast<T>(d * f.value * by.slope);
     }
 }
 

@@ -7,6 +7,9 @@
 //! gelu:       f(x) = x·Φ(x)                f'(x) = Φ(x) + x·φ(x)
 //! gelu tanh:  f(x) = x/2·(1 + tanh u)      u = √(2/π)·(x + 0.044715·x³)
 //!             f'(x) = (1 + tanh u)/2 + x/2·(1 - tanh² u)·u'
+//!
+//! clamped:    f(x) = c·σ(1.702·c)          c = min(x, 7), and min(max(up, -7), 7) + 1 in the place of up
+//!             f'(x) = σ(1.702·x)·(1 + 1.702·x·(1 - σ(1.702·x))), and 0 beyond 7; dup is 0 beyond -7 and 7
 //! ```
 
 mod cpu;
@@ -34,7 +37,13 @@ pub enum Activation {
     GeluTanh,
     /// GELU by the error function.
     Gelu,
+    /// `x·σ(1.702·x)` up to 7, of values from -7 to 7, to which 1 is added: gpt-oss.
+    Clamped,
 }
+
+/// The slope within the sigmoid of [`Activation::Clamped`], and where gates and values are cut.
+pub(crate) const CLAMPED_SLOPE: f64 = 1.702;
+pub(crate) const CLAMPED_LIMIT: f64 = 7.0;
 
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 impl Activation {
@@ -44,11 +53,12 @@ impl Activation {
             Activation::Silu => 0,
             Activation::GeluTanh => 1,
             Activation::Gelu => 2,
+            Activation::Clamped => 3,
         }
     }
 }
 
-/// `activation(gate)·up`: `gate` and `up` of the same shape `(.., size)` and dtype, like the result.
+/// `activation(gate)·up`, as the module has it: `gate` and `up` of the same shape `(.., size)` and dtype, like the result.
 /// The halves of a fused projection can be given as `narrow`ed views; they aren't copied.
 ///
 /// # Errors

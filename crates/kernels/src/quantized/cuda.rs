@@ -126,6 +126,23 @@ struct Projections {
 // SAFETY: it is plain numbers, laid out as the kernels declare them.
 unsafe impl DeviceRepr for Projections {}
 
+/// A matrix as kernels elsewhere find it by a table: `Packed` in numbers.cuh.
+pub(crate) struct Described(Ready);
+
+impl Described {
+    /// `None` where something doesn't begin at 16 bytes. What it points into is the matrix's.
+    pub(crate) fn new(cuda: &Cuda, matrix: &Quantized) -> Result<Option<Self>> {
+        let ready = Ready::new(cuda, matrix)?;
+        Ok((!ready.is_copied).then_some(Self(ready)))
+    }
+
+    /// Its words, as they lie in memory.
+    pub(crate) fn words(&self) -> [u32; size_of::<Packed>() / size_of::<u32>()] {
+        // SAFETY: plain numbers of four and eight bytes, without gaps.
+        unsafe { std::mem::transmute(self.0.packed) }
+    }
+}
+
 /// A linear layer with or without an adapter.
 pub(crate) struct Layer<'a> {
     /// `(outer, inner)`

@@ -574,7 +574,7 @@ __device__ __forceinline__ int task_after(int task, int tasks, int gate) {
 
 /// The gated unit of what products give.
 __device__ __forceinline__ float gated(float gate, float up, int kind, bool is_f16) {
-    return activated(as_stored(gate, is_f16), kind - 1) * as_stored(up, is_f16);
+    return gated(as_stored(gate, is_f16), as_stored(up, is_f16), kind - 1);
 }
 
 /// Where in the block's work something is: a stage of a task.

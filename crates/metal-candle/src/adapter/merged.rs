@@ -2,6 +2,7 @@
 //! model gives, without a second model in memory.
 
 use super::{Adapter, LowRank};
+use crate::model::formats::experts::{Together, together};
 use crate::model::weight::WeightId;
 use crate::model::{Model, export};
 use crate::turns::Turns;
@@ -98,7 +99,7 @@ pub struct Merged {
     dtype: DType,
     turns: Option<Arc<Turns>>,
     /// By name, which is their order in the file.
-    weights: Vec<(String, Source)>,
+    tensors: Vec<Together<Source>>,
     header: Vec<u8>,
     length: u64,
 }
@@ -124,33 +125,32 @@ impl Merged {
             ));
         }
         export::dtype_name(dtype)?;
-        let mut weights: Vec<(String, Source, Vec<usize>)> = model
-            .named_weights()
-            .map(|(name, id)| {
-                let shape = model.frozen().shape(id).dims().to_vec();
-                (name.to_string(), Source::Weight(id), shape)
-            })
-            .collect();
-        if Merging::new(adapter, model).has_own_head(model) {
-            let shape = match &adapter.head {
-                Some(head) => head.tensor().dims().to_vec(),
-                None => model.frozen().shape(model.embedding).dims().to_vec(),
+        let own_head = Merging::new(adapter, model)
+            .has_own_head(model)
+            .then(|| (format!("{}.weight", Model::HEAD), Source::OwnHead));
+        let weights = model.named_weights().map(|(name, id)| (name.into(), Source::Weight(id)));
+        let tensors = together(model.config().experts.as_ref(), weights.chain(own_head));
+        let shape = |tensor: &Together<Source>| {
+            let part = match (tensor.parts.first(), &adapter.head) {
+                (Some(Source::Weight(id)), _) => model.frozen().shape(*id),
+                (_, Some(head)) => head.tensor().shape().clone(),
+                (_, None) => model.frozen().shape(model.embedding),
             };
-            weights.push((format!("{}.weight", Model::HEAD), Source::OwnHead, shape));
-        }
-        weights.sort_by(|(one, ..), (other, ..)| one.cmp(other));
-        let described = weights.iter().map(|(name, _, shape)| (name.as_str(), dtype, &shape[..]));
+            tensor.shape(part.dims())
+        };
+        let shapes: Vec<Vec<usize>> = tensors.iter().map(shape).collect();
+        let described =
+            tensors.iter().zip(&shapes).map(|(it, shape)| (&*it.name, dtype, &shape[..]));
         let place = Path::new(export::WEIGHTS);
         let header = files::safetensors_header(place, described, Some(export::metadata()))?;
-        let elements: usize =
-            weights.iter().map(|(_, _, shape)| shape.iter().product::<usize>()).sum();
+        let elements: usize = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum();
         Ok(Self {
             model: model.clone(),
             adapter: adapter.clone(),
             dtype,
             turns: None,
             length: (header.len() + elements * dtype.size_in_bytes()) as u64,
-            weights: weights.into_iter().map(|(name, source, _)| (name, source)).collect(),
+            tensors,
             header,
         })
     }
@@ -187,15 +187,16 @@ impl Merged {
         MergedWeights { merged: self, next: 0, piece }
     }
 
-    /// The bytes of a weight. Others have the device while it is written.
-    fn bytes(&self, name: &str, source: Source) -> Result<Vec<u8>> {
-        let weight = {
+    /// The bytes of a tensor. Others have the device while it is written.
+    fn bytes(&self, tensor: &Together<Source>) -> Result<Vec<u8>> {
+        let weight = |source: &Source| {
             let _turn = self.turns.as_ref().map(|turns| turns.hold());
             devices::step(self.model.device(), || -> Result<_> {
-                Ok(host::on_the_host(&self.weight(name, source)?)?)
-            })?
+                Ok(host::on_the_host(&self.weight(&tensor.name, *source)?)?)
+            })
         };
-        files::tensor_bytes(&weight)
+        let weights = tensor.parts.iter().map(weight).collect::<Result<Vec<_>>>()?;
+        files::tensor_bytes(&tensor.join(&weights)?)
     }
 
     fn weight(&self, name: &str, source: Source) -> Result<Tensor> {
@@ -224,13 +225,13 @@ impl Read for MergedWeights {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let count = self.piece.read(buffer)?;
-            let Some((name, source)) = self.merged.weights.get(self.next) else { return Ok(count) };
+            let Some(tensor) = self.merged.tensors.get(self.next) else { return Ok(count) };
             if count > 0 || buffer.is_empty() {
                 return Ok(count);
             }
             // Not both at once.
             self.piece = Cursor::default();
-            let bytes = self.merged.bytes(name, *source).map_err(io::Error::other)?;
+            let bytes = self.merged.bytes(tensor).map_err(io::Error::other)?;
             self.piece = Cursor::new(bytes);
             self.next += 1;
         }

@@ -119,7 +119,9 @@ fn refuse_experts(model: &Model, config: &LoraConfig, paths: &[String]) -> Resul
     let Some(experts) = &model.config().experts else { return Ok(()) };
     let is_one = |name: &&str| {
         let last = name.rsplit('.').next().unwrap_or(name);
-        last == "experts" || last == "gate" || experts.names.projections.contains(&last)
+        last == "experts"
+            || last == experts.names.router
+            || experts.names.projections.contains(&last)
     };
     let found = config.unknown_targets(paths).find(is_one);
     match found {

@@ -24,17 +24,24 @@ pub struct LoraValues<'a> {
     pub dropout: Option<lora_linear::Dropout>,
 }
 
-/// The rows of an expert, and the matrices `(out, in)` that they are multiplied by.
+/// The rows of an expert, and the layers that read them.
 #[derive(Clone, Debug)]
 pub struct ExpertValues {
     /// How many rows it has.
     pub rows: usize,
-    /// Of each of its layers that read them.
-    pub weights: Vec<Matrix>,
+    /// A matrix `(out, in)` each, and a bias `(out)`.
+    pub layers: Vec<(Matrix, Option<Value>)>,
 }
 
-/// Where an expert's rows begin and how many there are; its matrices, and whether each is trained.
-type SavedExpert = ((usize, usize), Vec<(SavedMatrix, bool)>);
+/// What the backward pass needs of an expert's layer.
+struct SavedLayer {
+    weight: SavedMatrix,
+    weight_is_trained: bool,
+    bias_is_trained: bool,
+}
+
+/// Where an expert's rows begin and how many there are, and its layers.
+type SavedExpert = ((usize, usize), Vec<SavedLayer>);
 
 /// A matrix `(out, in)` that an operation reads: a value of the tape, or a frozen one in fewer bits.
 #[derive(Clone, Debug)]
@@ -544,23 +551,26 @@ impl Tape {
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`
-    /// `(batch, keys, kv_heads, head_dim)`.
+    /// `(batch, keys, kv_heads, head_dim)`, with `sinks (heads)` in the place of those of the options.
     pub fn attention(
         &self,
-        q: &Value,
-        k: &Value,
-        v: &Value,
+        [q, k, v]: [&Value; 3],
         first_key: Option<&Tensor>,
+        sinks: Option<&Value>,
         options: &attention::Options,
     ) -> Result<Value> {
+        let options = options.with_sinks(sinks.map(Value::tensor));
         let [output, log_sum_exp] = self.keep(|| {
             let (output, log_sum_exp) =
-                attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
+                attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, &options)?;
             Ok([output, log_sum_exp])
         })?;
         let stored = self.store(&[q, k, v])?;
-        let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());
-        self.push(&[q, k, v], output, move |dy| {
+        let (first_key, saved_output) = (first_key.cloned(), output.clone());
+        let trained = sinks.filter(|sinks| sinks.needs_gradient());
+        let inputs: Vec<&Value> = [q, k, v].into_iter().chain(trained).collect();
+        let are_trained = trained.is_some();
+        self.push(&inputs, output, move |dy| {
             let [q, k, v] = stored.array()?;
             let (dq, dk, dv) = attention::backward(
                 &q,
@@ -572,7 +582,12 @@ impl Tape {
                 &options,
                 &dy,
             )?;
-            Ok(vec![Some(dq), Some(dk), Some(dv)])
+            let mut gradients = vec![Some(dq), Some(dk), Some(dv)];
+            if let (true, Some(sinks)) = (are_trained, &options.sinks) {
+                let dsinks = attention::backward_sinks(sinks, &saved_output, &log_sum_exp, &dy)?;
+                gradients.push(Some(copy::cast(&dsinks, sinks.dtype())?));
+            }
+            Ok(gradients)
         })
     }
 
@@ -885,54 +900,74 @@ impl Tape {
         Ok((weights, routes))
     }
 
-    /// `x (rows, in)` whose rows are those of the experts in their order, times each of an expert's matrices: a value
+    /// `x (rows, in)` whose rows are those of the experts in their order, through each of an expert's layers: a value
     /// `(rows, out)` for each.
     pub fn grouped(&self, x: &Value, experts: &[ExpertValues]) -> Result<Vec<Value>> {
         let borrowed = experts.iter().map(|expert| experts::grouped::Expert {
             rows: expert.rows,
-            weights: expert.weights.iter().map(Matrix::as_weight).collect(),
+            layers: expert
+                .layers
+                .iter()
+                .map(|(weight, bias)| experts::grouped::Layer {
+                    weight: weight.as_weight(),
+                    bias: bias.as_ref().map(Value::tensor),
+                })
+                .collect(),
         });
         let outputs = experts::grouped::forward(x.tensor(), &borrowed.collect::<Vec<_>>())?;
-        let weights = experts.iter().flat_map(|expert| &expert.weights);
-        let trained = weights.filter_map(|weight| match weight {
-            Matrix::Dense(value) if value.needs_gradient() => Some(value),
-            _ => None,
+        let layers = || experts.iter().flat_map(|expert| &expert.layers);
+        let trained = layers().flat_map(|(weight, bias)| {
+            let weight = match weight {
+                Matrix::Dense(value) => Some(value),
+                Matrix::Quantized(_) => None,
+            };
+            [weight, bias.as_ref()].into_iter().flatten().filter(|value| value.needs_gradient())
         });
         let inputs: Vec<&Value> = [x].into_iter().chain(trained).collect();
         let needs_dx = x.needs_gradient();
-        let saved_x = (inputs.len() > 1).then(|| x.tensor().clone());
+        let saved_x =
+            layers().any(|(weight, _)| weight.needs_gradient()).then(|| x.tensor().clone());
         let mut start = 0;
         let saved: Vec<SavedExpert> = experts
             .iter()
-            .map(|ExpertValues { rows, weights }| {
+            .map(|ExpertValues { rows, layers }| {
                 let place = (start, *rows);
                 start += rows;
-                let weights = weights.iter().map(|weight| (weight.save(), weight.needs_gradient()));
-                (place, weights.collect())
+                let layers = layers.iter().map(|(weight, bias)| SavedLayer {
+                    weight: weight.save(),
+                    weight_is_trained: weight.needs_gradient(),
+                    bias_is_trained: bias.as_ref().is_some_and(Value::needs_gradient),
+                });
+                (place, layers.collect())
             })
             .collect();
         self.push_many(&inputs, outputs, move |dys| {
             let mut gradients = vec![None];
             if needs_dx && dys.iter().any(Option::is_some) {
-                let experts = saved.iter().map(|((_, rows), weights)| experts::grouped::Expert {
+                let experts = saved.iter().map(|((_, rows), layers)| experts::grouped::Expert {
                     rows: *rows,
-                    weights: weights.iter().map(|(weight, _)| weight.as_weight()).collect(),
+                    layers: layers.iter().map(|layer| layer.weight.as_weight().into()).collect(),
                 });
                 let dys: Vec<_> = dys.iter().map(Option::as_ref).collect();
                 let experts: Vec<_> = experts.collect();
                 gradients[0] = Some(experts::grouped::backward_input(&dys, &experts)?);
             }
-            for ((start, rows), weights) in &saved {
-                let trained = weights.iter().zip(&dys).filter(|((_, is_trained), _)| *is_trained);
-                for (_, dy) in trained {
-                    gradients.push(match (&saved_x, dy) {
-                        (Some(x), Some(dy)) => {
-                            let (x, dy) =
-                                (x.narrow(0, *start, *rows)?, dy.narrow(0, *start, *rows)?);
-                            Some(matmul::linear_backward_weight(&x, &dy)?)
-                        }
-                        _ => None,
-                    });
+            for ((start, rows), layers) in &saved {
+                for (layer, dy) in layers.iter().zip(&dys) {
+                    let dy = dy.as_ref().map(|dy| dy.narrow(0, *start, *rows)).transpose()?;
+                    if layer.weight_is_trained {
+                        gradients.push(match (&saved_x, &dy) {
+                            (Some(x), Some(dy)) => {
+                                let x = x.narrow(0, *start, *rows)?;
+                                Some(matmul::linear_backward_weight(&x, dy)?)
+                            }
+                            _ => None,
+                        });
+                    }
+                    if layer.bias_is_trained {
+                        let dbias = dy.as_ref().map(matmul::linear_backward_bias).transpose()?;
+                        gradients.push(dbias);
+                    }
                 }
             }
             Ok(gradients)

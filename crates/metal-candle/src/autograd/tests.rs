@@ -112,10 +112,11 @@ fn views_and_sums_have_the_gradients_of_finite_differences() {
 #[test]
 fn a_mixture_of_experts_has_the_gradients_of_finite_differences() {
     // Six tokens, four experts.
-    let weights = [random(&[6, 5], 1), random(&[4, 5], 2), random(&[40, 5], 3)];
+    let weights = [random(&[6, 5], 1), random(&[4, 5], 2), random(&[40, 5], 3), random(&[40], 4)];
     for normalized in [true, false] {
         check(&weights, |tape, weights| {
-            let [x, router, experts] = [0, 1, 2].map(|index| tape.parameter(&weights[index]));
+            let [x, router, experts, biases] =
+                [0, 1, 2, 3].map(|index| tape.parameter(&weights[index]));
             let logits = tape.linear(&x, &router, None).unwrap();
             let (weights, routes) = tape.route(&logits, 2, normalized).unwrap();
             let dispatch = routes.dispatch();
@@ -123,12 +124,16 @@ fn a_mixture_of_experts_has_the_gradients_of_finite_differences() {
             let places = Tensor::from_vec(dispatch.places, (6, 2), &Device::Cpu).unwrap();
             let gathered = tape.rows(&x, &rows).unwrap();
             let gathered = tape.reshape(&gathered, (12, 5)).unwrap();
-            // Of each expert two matrices.
+            // Of each expert two matrices, of which one has a bias.
             let matrices = tape.split(&experts, &[5; 8], 0).unwrap();
+            let biases = tape.split(&biases, &[5; 8], 0).unwrap();
             let groups = dispatch.experts.iter().map(|(expert, rows)| ExpertValues {
                 rows: *rows,
-                weights: [2 * expert, 2 * expert + 1]
-                    .map(|index| Matrix::Dense(matrices[index].clone()))
+                layers: [2 * expert, 2 * expert + 1]
+                    .map(|index| {
+                        let bias = (index % 2 == 1).then(|| biases[index].clone());
+                        (Matrix::Dense(matrices[index].clone()), bias)
+                    })
                     .to_vec(),
             });
             let outputs = tape.grouped(&gathered, &groups.collect::<Vec<_>>()).unwrap();
@@ -154,6 +159,7 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         random(&[8], 4),
         random(&[8, 2], 5),
         random(&[2, 8], 6),
+        random(&[2], 8),
     ];
     check(&weights, |tape, weights| {
         let value = |index: usize| tape.parameter(&weights[index]);
@@ -173,9 +179,9 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         let [k] = tape.projections(&x, &[layer]).unwrap().try_into().unwrap();
         let heads = |x: &Value, count: usize| tape.reshape(x, (2, 3, count, 8 / count)).unwrap();
         let (q, k) = tape.rope(&heads(&q, 2), &heads(&k, 2), &cos, &sin).unwrap();
-        let options = Options { scale: 0.4, softcap: Some(3.0), window: Some(2) };
+        let options = Options { scale: 0.4, softcap: Some(3.0), window: Some(2), sinks: None };
         let v = heads(&v, 2);
-        let attended = tape.attention(&q, &k, &v, None, &options).unwrap();
+        let attended = tape.attention([&q, &k, &v], None, Some(&value(6)), &options).unwrap();
         let gated = tape.glu(&heads(&x, 2), &attended, Activation::GeluTanh).unwrap();
         weighted_sum(tape, &gated)
     });
@@ -421,8 +427,9 @@ fn what_waits_elsewhere_comes_back_and_is_let_go() {
                 let heads = |x: &Value, heads| tape.reshape(x, (2, 5, heads, 6 / heads));
                 let q = heads(&tape.linear(x, &query, None)?, 3)?;
                 let k = heads(&tape.linear(x, &other, None)?, 3)?;
-                let options = attention::Options { scale: 0.7, softcap: None, window: None };
-                let attended = tape.attention(&q, &k, &heads(x, 3)?, None, &options)?;
+                let options =
+                    attention::Options { scale: 0.7, softcap: None, window: None, sinks: None };
+                let attended = tape.attention([&q, &k, &heads(x, 3)?], None, None, &options)?;
                 let gated = tape.glu(&heads(x, 3)?, &attended, glu::Activation::Silu)?;
                 Ok(vec![tape.add(x, &tape.reshape(&gated, (2, 5, 6))?)?])
             });

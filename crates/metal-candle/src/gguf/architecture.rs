@@ -8,17 +8,19 @@
 //! | `self_attn.q_norm`, `k_norm` | `attn_q_norm`, `attn_k_norm` |
 //! | `mlp.gate_proj`, `up_proj`, `down_proj` | `ffn_gate`, `ffn_up`, `ffn_down` |
 //! | the router, an expert's projections | `ffn_gate_inp`, one of `ffn_gate_exps`, `ffn_up_exps`, `ffn_down_exps` |
+//! | `self_attn.sinks` | `attn_sinks.weight` |
 //! | `input_layernorm` | `attn_norm` |
-//! | the norm before the MLP, whatever its name | `ffn_norm` |
+//! | the norm before the MLP, whatever its name | `ffn_norm`, of gpt-oss `post_attention_norm` |
 //! | the norms after attention and MLP | `post_attention_norm`, `post_ffw_norm` |
 //!
 //! `model.embed_tokens`, `model.norm` and `lm_head` are `token_embd`, `output_norm` and `output`.
 
 use crate::model::Config;
-use crate::model::config::{Architecture, NormPlacement};
+use crate::model::config::{Activation, Architecture, NormPlacement};
 use crate::{Error, Result};
 
 pub(super) const MISTRAL3: &str = "mistral3";
+pub(super) const GPT_OSS: &str = "gpt-oss";
 
 /// Whether a file of an architecture has `output.weight`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +54,10 @@ pub(super) struct Target {
     pub head: Head,
     /// Whether layers may have experts in the place of an MLP.
     pub experts: bool,
+    /// Of the MLP's, or the experts' gates.
+    pub activation: Activation,
+    /// Whether each head has a sink, and the router and experts biases.
+    pub sinks: bool,
     /// Which layers are local where the file doesn't say: all but each so-many-th. `None`: no layer has a window there.
     pub window_period: Option<usize>,
 }
@@ -66,10 +72,12 @@ const PLAIN: Target = Target {
     mlp_bias: false,
     head: Head::Own,
     experts: false,
+    activation: Activation::Silu,
+    sinks: false,
     window_period: None,
 };
 
-const ALL: [Target; 11] = [
+const ALL: [Target; 12] = [
     Target {
         name: "llama",
         model_type: "llama",
@@ -95,6 +103,7 @@ const ALL: [Target; 11] = [
         model_type: "gemma2",
         shifted_norms: true,
         head: Head::Tied,
+        activation: Activation::GeluTanh,
         window_period: Some(2),
         ..PLAIN
     },
@@ -102,6 +111,7 @@ const ALL: [Target; 11] = [
         name: "gemma3",
         model_type: "gemma3_text",
         shifted_norms: true,
+        activation: Activation::GeluTanh,
         window_period: Some(6),
         ..PLAIN
     },
@@ -114,6 +124,17 @@ const ALL: [Target; 11] = [
         interleaved: true,
         output_bias: true,
         mlp_bias: true,
+        ..PLAIN
+    },
+    Target {
+        name: GPT_OSS,
+        model_type: "gpt_oss",
+        output_bias: true,
+        head: Head::Required,
+        experts: true,
+        activation: Activation::Clamped,
+        sinks: true,
+        window_period: Some(2),
         ..PLAIN
     },
 ];
@@ -173,6 +194,10 @@ const OUTSIDE: [(&str, &str); 3] =
 fn varying(config: &Config) -> [(&'static str, &'static str); 4] {
     let up = if config.fused_projections { "mlp.gate_up_proj" } else { "mlp.up_proj" };
     let norms = match config.norm_placement {
+        // gpt-oss'.
+        NormPlacement::Pre if config.attention_sinks => {
+            [("post_attention_layernorm", "post_attention_norm"), ("", ""), ("", "")]
+        }
         NormPlacement::Pre => [("post_attention_layernorm", "ffn_norm"), ("", ""), ("", "")],
         NormPlacement::Sandwich => [
             ("post_attention_layernorm", "post_attention_norm"),
@@ -187,6 +212,14 @@ fn varying(config: &Config) -> [(&'static str, &'static str); 4] {
     };
     let [a, b, c] = norms;
     [(up, "ffn_up"), a, b, c]
+}
+
+/// Where the sinks of a layer are, ours and llama.cpp's.
+const SINKS: [&str; 2] = ["self_attn.sinks", "attn_sinks.weight"];
+
+/// A name as that of a layer's part, within `layers` and a dot.
+fn of_layer<'n>(name: &'n str, layers: &str) -> Option<(&'n str, &'n str)> {
+    name.strip_prefix(layers)?.strip_prefix('.')?.split_once('.')
 }
 
 /// Splits `.weight` or `.bias` off.
@@ -207,6 +240,11 @@ const ROUTER: &str = "ffn_gate_inp";
 
 /// Our name of a checkpoint's tensor as llama.cpp's. All experts of a layer have one.
 pub(super) fn to_gguf(config: &Config, name: &str) -> Option<String> {
+    if let Some((layer, part)) = of_layer(name, "model.layers")
+        && part == SINKS[0]
+    {
+        return Some(format!("blk.{layer}.{}", SINKS[1]));
+    }
     let (path, kind) = split_kind(name)?;
     if let Some(rest) = path.strip_prefix("model.layers.") {
         let (layer, part) = rest.split_once('.')?;
@@ -227,6 +265,11 @@ pub(super) fn to_gguf(config: &Config, name: &str) -> Option<String> {
 
 /// llama.cpp's name of a tensor as ours.
 pub(super) fn from_gguf(config: &Config, name: &str) -> Option<String> {
+    if let Some((layer, part)) = of_layer(name, "blk").filter(|_| config.attention_sinks)
+        && part == SINKS[1]
+    {
+        return Some(format!("model.layers.{layer}.{}", SINKS[0]));
+    }
     let (path, kind) = split_kind(name)?;
     if let Some(rest) = path.strip_prefix("blk.") {
         let (layer, part) = rest.split_once('.')?;

@@ -7,12 +7,12 @@
 use serde_json::{Map, Value, json};
 
 use super::about;
-use super::architecture::{Head, MISTRAL3, Target};
+use super::architecture::{GPT_OSS, Head, MISTRAL3, Target};
 use super::container::{Container, shortest};
 use super::types::GgmlType;
 use super::writer::Metadata;
 use crate::model::Config;
-use crate::model::config::{Activation, Architecture, LayerConfig};
+use crate::model::config::{Architecture, LayerConfig};
 use crate::model::rope::{RopeConfig, RopeScaling};
 use crate::{Error, Result};
 
@@ -264,6 +264,16 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
         }
         "qwen2" | "qwen3" | "qwen3moe" => set("use_sliding_window", json!(false)),
         "phi3" => set("sliding_window", json!(window)),
+        GPT_OSS => {
+            set("sliding_window", json!(window));
+            set("layer_types", layer_types(&keys, layers, window)?);
+            if let Some(width) = keys.count(EXPERT_WIDTH)? {
+                set("intermediate_size", json!(width));
+            }
+            if scaling.is_none() {
+                set("rope_scaling", json!({ "rope_type": "default" }));
+            }
+        }
         "gemma2" | "gemma3" => {
             set("hidden_activation", json!("gelu_pytorch_tanh"));
             let window = match (target.name, window) {
@@ -271,12 +281,7 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
                 (_, window) => window,
             };
             set("sliding_window", json!(window));
-            let local = local_layers(&keys, layers, window.is_some())?;
-            let kinds = local.iter().map(|local| match local {
-                true => json!("sliding_attention"),
-                false => json!("full_attention"),
-            });
-            set("layer_types", kinds.collect());
+            set("layer_types", layer_types(&keys, layers, window)?);
             let scale = query_scale(target.name, layers, hidden, heads, head_dim);
             set("query_pre_attn_scalar", json!(scale));
             let cap = |name: &str, default: Option<f64>| -> Result<Value> {
@@ -326,7 +331,7 @@ fn content(file: &Container, target: &'static Target) -> Result<Value> {
             set("moe_intermediate_size", json!(width));
             set("norm_topk_prob", json!(true));
         }
-        ("qwen3moe", None) => return Err(keys.missing(EXPERTS[0])),
+        ("qwen3moe" | GPT_OSS, None) => return Err(keys.missing(EXPERTS[0])),
         (_, Some((count, used))) => {
             set("num_local_experts", json!(count));
             set("num_experts_per_tok", json!(used));
@@ -384,6 +389,16 @@ fn query_scale(name: &str, layers: usize, hidden: usize, heads: usize, head_dim:
 /// Which layers of a model have a window.
 fn local_of(config: &Config) -> Vec<bool> {
     config.layers.iter().map(|layer| layer.window.is_some()).collect()
+}
+
+/// `layer_types` of a `config.json`.
+fn layer_types(keys: &Keys, layers: usize, window: Option<usize>) -> Result<Value> {
+    let local = local_layers(keys, layers, window.is_some())?;
+    let kinds = local.iter().map(|local| match local {
+        true => json!("sliding_attention"),
+        false => json!("full_attention"),
+    });
+    Ok(kinds.collect())
 }
 
 /// Which layers have the window.
@@ -508,6 +523,7 @@ fn rope_scaling(
                 "beta_fast": read("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 "beta_slow": read("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 "original_max_position_embeddings": original.unwrap_or(context),
+                "truncate": keys.target.name != GPT_OSS,
             }))
         }
         (None | Some("none" | "linear" | "yarn"), _) => Ok(None),
@@ -680,8 +696,14 @@ fn write_rope(
                     "yarn with beta_fast {beta_fast} and beta_slow {beta_slow}"
                 ));
             }
+            if *truncate == (target.name == GPT_OSS) {
+                return refused(format!("yarn with truncate = {truncate}"));
+            }
             if !truncate {
-                return refused("yarn with truncate = false".into());
+                tracing::warn!(
+                    "the GGUF file says nothing of truncate = false: llama.cpp rounds the bounds between which yarn \
+                     stretches, which gpt-oss doesn't"
+                );
             }
             metadata.text(&key("rope.scaling.type"), "yarn");
             metadata.float(&key("rope.scaling.factor"), *factor);
@@ -740,18 +762,21 @@ fn check(config: &Config, target: &Target) -> Result<()> {
             "a GGUF file of {what}: llama.cpp's code for {name} computes something else"
         )))
     };
-    let activation = match target.shifted_norms {
-        true => Activation::GeluTanh,
-        false => Activation::Silu,
-    };
-    if config.activation != activation {
+    if config.activation != target.activation {
         return refuse(format!("a model with the activation {:?}", config.activation));
+    }
+    if config.attention_sinks != target.sinks {
+        let has = if target.sinks { "without" } else { "with" };
+        return refuse(format!("a model {has} sinks in its heads"));
     }
     if target.square && config.heads * config.head_dim != config.hidden_size {
         return refuse(format!(
             "a model with {} heads of {} in a width of {}",
             config.heads, config.head_dim, config.hidden_size
         ));
+    }
+    if target.sinks && !config.attention_output_bias {
+        return refuse("a model without biases in its attention".into());
     }
     if config.attention_output_bias && !target.output_bias {
         return refuse("a model with a bias after its attention".into());
@@ -762,6 +787,10 @@ fn check(config: &Config, target: &Target) -> Result<()> {
     if let Some(experts) = &config.experts {
         if !experts.normalized {
             return refuse("a model whose experts' weights don't add up to 1".into());
+        }
+        if experts.has_biases != target.sinks {
+            let have = if target.sinks { "without" } else { "with" };
+            return refuse(format!("a model {have} biases of its experts"));
         }
         if config.layers.iter().any(|layer| !layer.has_experts) {
             return refuse("a model in which some layers have experts and others an MLP".into());
@@ -836,6 +865,7 @@ mod tests {
     use super::super::{AdapterLayer, read_adapter, write_adapter};
     use super::*;
     use crate::model::Model;
+    use crate::model::config::Activation;
     use crate::{DType, Device};
 
     /// What is read of what is written of a model's shape.
@@ -922,7 +952,7 @@ mod tests {
             found.dtype = None;
             config.raw = Value::Null;
             config.dtype = None;
-            let windowless = !name.starts_with("gemma");
+            let windowless = !name.starts_with("gemma") && name != "gpt-oss";
             if let Some(window) = config.layers.iter().filter_map(|layer| layer.window).min()
                 && windowless
             {
@@ -990,6 +1020,19 @@ mod tests {
         };
         for (error, expected) in [
             (changed("llama", |config| config.activation = Activation::GeluTanh), "GeluTanh"),
+            (changed("qwen3", |config| config.attention_sinks = true), "with sinks in its heads"),
+            (changed("gpt-oss", |config| config.attention_sinks = false), "without sinks"),
+            (
+                changed("gpt-oss", |config| {
+                    config.experts.as_mut().unwrap().has_biases = false;
+                }),
+                "without biases of its experts",
+            ),
+            (
+                changed("gpt-oss", |config| config.attention_output_bias = false),
+                "without biases in",
+            ),
+            (changed("gpt-oss", |config| config.layers.swap(0, 1)), "without a window"),
             (changed("qwen2", |config| config.head_dim = 4), "heads of 4"),
             (changed("qwen3", |config| config.attention_output_bias = true), "after its attention"),
             (changed("qwen3", |config| config.mlp_bias = true), "in its MLP"),

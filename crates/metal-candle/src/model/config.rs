@@ -79,6 +79,8 @@ pub struct ExpertsConfig {
     pub width: usize,
     /// Whether the weights of those that read a token add up to 1; else they are the probabilities of all.
     pub normalized: bool,
+    /// Whether the router and the projections of each have a bias.
+    pub has_biases: bool,
     /// What a checkpoint calls them.
     pub(crate) names: &'static ExpertNames,
 }
@@ -86,10 +88,24 @@ pub struct ExpertsConfig {
 /// The names of a layer's experts, within the layer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ExpertNames {
-    /// Of `MODULE.gate`, the router, and of `MODULE.experts.N`.
+    /// Of the router, and of `MODULE.experts.N`.
     pub module: &'static str,
+    /// Of the router within the module.
+    pub router: &'static str,
     /// Of an expert's projections into its gate and value, and back.
     pub projections: [&'static str; 3],
+    /// Where files have one tensor for all experts.
+    pub stacked: StackedExperts,
+}
+
+/// What files call the tensors that all experts of a layer have together.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct StackedExperts {
+    /// mlx-lm's word for the module that has them.
+    pub mlx: &'static str,
+    /// Whether those of transformers are `experts.gate_up_proj`, of whose rows each second one is of the gates, and
+    /// `experts.down_proj`.
+    pub interleaved: bool,
 }
 
 impl ExpertsConfig {
@@ -116,12 +132,12 @@ impl ExpertsConfig {
             return Err(keys.invalid(ACTIVE, message));
         }
         let width = keys.size(width_key, width, MAX_WIDTH)?;
-        Ok(Self { count, active, width, normalized: true, names })
+        Ok(Self { count, active, width, normalized: true, has_biases: false, names })
     }
 
     /// The router's name within the layer.
     pub(crate) fn router(&self) -> String {
-        format!("{}.gate", self.names.module)
+        format!("{}.{}", self.names.module, self.names.router)
     }
 
     /// Of a name that goes through an expert's projection: what stands before the experts' module, which projection it is, and
@@ -187,6 +203,8 @@ pub struct Config {
     pub activation: Activation,
     /// What `query · key` is multiplied with.
     pub attention_scale: f64,
+    /// Whether each head has a sink: a score that no key has.
+    pub attention_sinks: bool,
     /// With `Some(c)`, scaled scores `s` become `c * tanh(s / c)` before the mask.
     pub attention_softcap: Option<f64>,
     /// With `Some(c)`, logits `l` become `c * tanh(l / c)`.
@@ -336,6 +354,7 @@ impl Config {
             fused_projections: false,
             activation: activation(keys, defaults.activation)?,
             attention_scale: (head_dim as f64).powf(-0.5),
+            attention_sinks: false,
             attention_softcap: None,
             final_softcap: None,
             embedding_scale: 1.0,

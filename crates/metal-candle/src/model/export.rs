@@ -1,7 +1,8 @@
 //! Whole models as files: safetensors, dense or in bitsandbytes' or MLX's formats, and GGUF.
 
+use super::config::ExpertsConfig;
 use super::formats::gguf_blocks::{BlockKind, write_blocks};
-use super::formats::{Part, bitsandbytes, checkpoint, mlx};
+use super::formats::{Part, bitsandbytes, checkpoint, experts, mlx};
 use super::layer::Kind;
 use super::weight::WeightId;
 use super::{Model, Quantization};
@@ -41,9 +42,12 @@ pub struct GgufFormat {
     most: GgmlType,
     /// Of those that llama.cpp gives more bits.
     some: GgmlType,
+    /// Of experts, where that is another.
+    experts: Option<GgmlType>,
 }
 
-const GGUF_NAMES: [(&str, &str, &str); 8] = [
+/// The types of most matrices, and of some.
+const GGUF_NAMES: [(&str, &str, &str); 9] = [
     ("gguf-f32", "F32", "F32"),
     ("gguf-bf16", "BF16", "BF16"),
     ("gguf-f16", "F16", "F16"),
@@ -52,7 +56,11 @@ const GGUF_NAMES: [(&str, &str, &str); 8] = [
     ("gguf-q5_k_m", "Q5_K", "Q6_K"),
     ("gguf-q4_k_m", "Q4_K", "Q6_K"),
     ("gguf-q4_0", "Q4_0", "Q6_K"),
+    (OF_EXPERTS, "Q8_0", "Q8_0"),
 ];
+
+/// MXFP4 of experts, as gpt-oss has them, and eight bits besides.
+const OF_EXPERTS: &str = "gguf-mxfp4";
 
 const DENSE: [(&str, DType); 3] = [("f32", DType::F32), ("bf16", DType::BF16), ("f16", DType::F16)];
 
@@ -61,7 +69,7 @@ impl ModelFormat {
     pub fn names() -> Vec<&'static str> {
         let dense = DENSE.iter().map(|(name, _)| *name);
         let quantized = Quantization::names().filter(|name| {
-            name.parse().is_ok_and(|format: Quantization| files_of(format.format()).is_some())
+            name.parse().is_ok_and(|format: Quantization| files_of(format).is_some())
         });
         dense.chain(quantized).chain(GGUF_NAMES.iter().map(|(name, ..)| *name)).collect()
     }
@@ -93,10 +101,11 @@ impl FromStr for ModelFormat {
         if let Some((name, most, some)) = GGUF_NAMES.iter().find(|(name, ..)| *name == word) {
             let types = GgmlType::from_name(most).zip(GgmlType::from_name(some));
             let (most, some) = types.ok_or_else(unknown)?;
-            return Ok(Self::Gguf(GgufFormat { name, most, some }));
+            let experts = GgmlType::from_name("MXFP4").filter(|_| *name == OF_EXPERTS);
+            return Ok(Self::Gguf(GgufFormat { name, most, some, experts }));
         }
         let quantization: Quantization = word.parse().map_err(|_| unknown())?;
-        match files_of(quantization.format()) {
+        match files_of(quantization) {
             Some(_) => Ok(Self::Quantized(quantization)),
             None => Err(format!("is {word:?}, which is not written; {}", unknown())),
         }
@@ -140,12 +149,18 @@ impl Companions<'_> {
 
 /// Whose files a format's are.
 enum FilesOf {
-    Bitsandbytes { kind: &'static str, nested: bool },
+    Bitsandbytes {
+        kind: &'static str,
+        nested: bool,
+    },
     Mlx(mlx::Mode),
+    /// Of transformers, in which experts alone are in MXFP4.
+    GptOss,
 }
 
-fn files_of(format: Format) -> Option<FilesOf> {
-    Some(match format {
+fn files_of(quantization: Quantization) -> Option<FilesOf> {
+    Some(match quantization.format() {
+        Format::Mxfp4 if quantization.is_of_experts() => FilesOf::GptOss,
         Format::Nf4 { nested, .. } => FilesOf::Bitsandbytes { kind: "nf4", nested },
         Format::Fp4 { nested, .. } => FilesOf::Bitsandbytes { kind: "fp4", nested },
         Format::Affine { bits, group } => FilesOf::Mlx(mlx::Mode::Affine { bits, group }),
@@ -201,10 +216,18 @@ impl Model {
         companions: Option<Companions>,
     ) -> Result<()> {
         let mut tensors = Vec::new();
-        for (name, id) in self.named_weights() {
-            tensors.push((name.to_string(), self.weight_as(name, id, dtype)?));
+        for tensor in self.tensors() {
+            let weights = tensor.parts.iter().map(|(name, id)| self.weight_as(name, *id, dtype));
+            let weights = weights.collect::<Result<Vec<_>>>()?;
+            tensors.push((tensor.name.clone(), tensor.join(&weights)?));
         }
         write(folder, &self.config.raw, dtype, None, &tensors, companions)
+    }
+
+    /// The tensors of a dense file, with the weights of each.
+    pub(crate) fn tensors(&self) -> Vec<experts::Together<(&str, WeightId)>> {
+        let weights = self.named_weights().map(|(name, id)| (name.to_string(), (name, id)));
+        experts::together(self.config.experts.as_ref(), weights)
     }
 
     /// A weight in `dtype`.
@@ -218,9 +241,12 @@ impl Model {
         quantization: Quantization,
         companions: Option<Companions>,
     ) -> Result<()> {
-        let Some(files_of) = files_of(quantization.format()) else {
+        let Some(files_of) = files_of(quantization) else {
             return Err(Error::Unsupported(format!("files in {quantization}")));
         };
+        if matches!(files_of, FilesOf::GptOss) {
+            return self.save_gpt_oss(folder, quantization, companions);
+        }
         let mut tensors = Vec::new();
         // Those of experts, which mlx-lm has as one tensor a layer.
         let mut stacks: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
@@ -230,10 +256,16 @@ impl Model {
                  bitsandbytes doesn't pack; mlx4 and gguf-q4_k_m, for example, are written"
             )));
         }
+        let of_mlx = |name: &str| experts::stacked_by_mlx(self.config.experts.as_ref()?, name);
+        let mut push = |name: String, tensor| match of_mlx(&name) {
+            // They come in their order.
+            Some(stacked) => stacks.entry(stacked).or_default().push(tensor),
+            None => tensors.push((name, tensor)),
+        };
         for (name, id) in self.named_weights() {
             let path = name.strip_suffix(".weight").unwrap_or(name);
             if !quantization.wants(self.weights.kind(id)) {
-                tensors.push((name.to_string(), self.weight_as(name, id, self.dtype)?));
+                push(name.to_string(), self.weight_as(name, id, self.dtype)?);
                 continue;
             }
             let dense = self.weight_as(name, id, self.dtype)?.to_device(&Device::Cpu)?;
@@ -243,14 +275,10 @@ impl Model {
                     bitsandbytes::write(&matrix, dtype_name(self.dtype)?)
                 }
                 FilesOf::Mlx(mode) => mlx::write(*mode, &matrix),
+                FilesOf::GptOss => Err("has files of its own".into()),
             };
             for part in parts.map_err(|problem| Error::option(name, problem))? {
-                let (name, tensor) = (format!("{path}.{}", part.name), tensor_of(&part)?);
-                // They come in their order.
-                match self.config.experts.and_then(|experts| mlx::stacked(&experts, &name)) {
-                    Some(stacked) => stacks.entry(stacked).or_default().push(tensor),
-                    None => tensors.push((name, tensor)),
-                }
+                push(format!("{path}.{}", part.name), tensor_of(&part)?);
             }
         }
         for (name, experts) in stacks {
@@ -277,8 +305,46 @@ impl Model {
                 }
                 ("quantization", mode.config())
             }
+            FilesOf::GptOss => return Err(Error::Unsupported(format!("files in {quantization}"))),
         };
         write(folder, &config, self.dtype, Some((key, said)), &tensors, companions)
+    }
+
+    /// As gpt-oss is published: experts in MXFP4, of whose matrices each layer has one tensor.
+    fn save_gpt_oss(
+        &self,
+        folder: &Path,
+        quantization: Quantization,
+        companions: Option<Companions>,
+    ) -> Result<()> {
+        let family = self.config.architecture.model_type();
+        if !self.config.experts.is_some_and(|experts| experts.names.stacked.interleaved) {
+            return Err(Error::Unsupported(format!(
+                "a {family} model in {quantization}: transformers has such files of gpt_oss alone; mxfp4, for example, \
+                 is written for mlx-lm"
+            )));
+        }
+        let mut tensors = Vec::new();
+        for tensor in self.tensors() {
+            let weight = |(name, id): &(&str, WeightId)| self.weight_as(name, *id, self.dtype);
+            let weights = tensor.parts.iter().map(weight).collect::<Result<Vec<_>>>()?;
+            if !tensor.parts.iter().all(|(_, id)| self.weights.kind(*id) == Kind::Expert) {
+                tensors.push((tensor.name.clone(), tensor.join(&weights)?));
+                continue;
+            }
+            let packed = weights
+                .iter()
+                .map(|weight| quantization.apply(&tensor.name, &weight.to_device(&Device::Cpu)?));
+            tensors.extend(tensor.packed(&packed.collect::<Result<Vec<_>>>()?)?);
+        }
+        let said = json!({
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            ],
+        });
+        let said = Some(("quantization_config", said));
+        write(folder, &self.config.raw, self.dtype, said, &tensors, companions)
     }
 
     fn save_gguf(
@@ -287,6 +353,13 @@ impl Model {
         format: GgufFormat,
         companions: Option<Companions>,
     ) -> Result<()> {
+        if let (Some(kind), None) = (format.experts, &self.config.experts) {
+            return Err(Error::Unsupported(format!(
+                "{}, whose {kind} is that of experts, of a {} model, which has none",
+                format.name,
+                self.config.architecture.model_type()
+            )));
+        }
         let layers = self.config.layers.len();
         let weights: Vec<(&str, WeightId)> = self.named_weights().collect();
         let describe = |(name, id): &(&str, WeightId)| {
@@ -294,6 +367,11 @@ impl Model {
             let is_head = *id == self.head.unwrap_or(self.embedding);
             let wanted =
                 if is_head || gets_more_bits(name, layers) { format.some } else { format.most };
+            let is_experts = |experts: &ExpertsConfig| experts.split(name).is_some();
+            let wanted = match format.experts {
+                Some(kind) if self.config.experts.as_ref().is_some_and(is_experts) => kind,
+                _ => wanted,
+            };
             let kind = match self.weights.kind(*id) {
                 Kind::Router => gguf::storage(&shape[..1], wanted),
                 _ => stored_as(&shape, wanted),
@@ -362,6 +440,7 @@ fn quantizer(kind: GgmlType) -> Option<(Format, BlockKind)> {
         "Q4_K" => Format::Q4K,
         "Q5_K" => Format::Q5K,
         "Q6_K" => Format::Q6K,
+        "MXFP4" => Format::Mxfp4,
         _ => return None,
     };
     Some((format, BlockKind::from_name(kind.name())?))

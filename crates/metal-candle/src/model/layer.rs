@@ -7,6 +7,7 @@ use super::weight::{FrozenWeights, Storage, WeightId};
 use crate::Result;
 use candle_core::Device;
 use metal_candle_kernels::glu::Activation;
+use metal_candle_kernels::quantized::Weight;
 use metal_candle_kernels::{attention, experts};
 use std::sync::{Arc, Mutex};
 
@@ -60,6 +61,9 @@ pub(crate) struct Attention {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub rope: Option<usize>,
+    /// `(heads)`
+    pub sinks: Option<WeightId>,
+    /// Without the sinks.
     pub options: attention::Options,
 }
 
@@ -101,6 +105,28 @@ impl Expert {
     pub fn layers(&self) -> [&Linear; 3] {
         [&self.gate, &self.up, &self.down]
     }
+
+    /// Its weights where they are on the model's device.
+    pub fn held<'w>(&self, weights: &'w FrozenWeights) -> Option<experts::few::Expert<'w>> {
+        let weight = |layer: &Linear| match weights.storage(layer.weight) {
+            Storage::Dense(tensor) => Some(Weight::Dense(tensor)),
+            Storage::Quantized(quantized) => Some(Weight::Quantized(quantized)),
+            _ => None,
+        };
+        let bias = |layer: &Linear| match weights.storage(layer.bias?) {
+            Storage::Dense(tensor) => Some(tensor),
+            _ => None,
+        };
+        let [gate, up, down] = self.layers();
+        let weights = [weight(gate)?, weight(up)?, weight(down)?];
+        let biases = [bias(gate), bias(up), bias(down)];
+        // One that was moved isn't none.
+        let has_all = biases
+            .iter()
+            .zip(self.layers())
+            .all(|(bias, layer)| bias.is_some() == layer.bias.is_some());
+        has_all.then_some(experts::few::Expert { weights, biases })
+    }
 }
 
 /// What follows attention in a layer.
@@ -141,14 +167,18 @@ pub(crate) trait Source {
 /// What a weight is for, which decides how it starts when a model is made from nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Of a linear layer, `(out, in)`.
+    /// Of a linear layer that isn't one of an expert, `(out, in)`.
     Linear,
+    /// The same of an expert.
+    Expert,
     /// Of what chooses experts, `(experts, hidden)`, which isn't brought into fewer bits: small differences choose others.
     Router,
     /// The embedding or the head, `(vocabulary, hidden)`.
     Table,
     Bias,
     Norm,
+    /// `(heads)`
+    Sinks,
 }
 
 /// A decoder under construction.
@@ -203,18 +233,19 @@ impl Builder<'_> {
             Along::Inputs(width) => (width, hidden),
         };
         let (name, bias) = (format!("{path}.weight"), format!("{path}.bias"));
+        let kind = if index == Linear::NO_ADAPTER { Kind::Expert } else { Kind::Linear };
         let Some(rank) = self.rank else {
-            let weight = self.weight(name, &[output, input], Kind::Linear)?;
+            let weight = self.weight(name, &[output, input], kind)?;
             let bias = has_bias.then(|| self.weight(bias, &[output], Kind::Bias)).transpose()?;
             return Ok(Linear { index, path, input, output, weight, bias, cut: None });
         };
         let cut = Box::new(rank.cut(along));
         let matrix = match self.quantization {
             // Before it is cut, so that its numbers are those of the whole.
-            Some(_) => cut.weight(&name, self.read(&name, &[output, input], Kind::Linear)?)?,
+            Some(_) => cut.weight(&name, self.read(&name, &[output, input], kind)?)?,
             None => self.source.part(&name, [output, input], &cut)?,
         };
-        let weight = self.weights.push(name, Kind::Linear, matrix.to_device(self.device)?);
+        let weight = self.weights.push(name, kind, matrix.to_device(self.device)?);
         let bias = match has_bias {
             false => None,
             true => {
@@ -249,19 +280,23 @@ impl Builder<'_> {
     fn experts(&mut self, path: &str, config: &ExpertsConfig) -> Result<Experts> {
         let (input, output) = (self.config.hidden_size, config.count);
         let of_router = format!("{path}.{}", config.router());
-        let name = format!("{of_router}.weight");
+        let (name, bias) = (format!("{of_router}.weight"), format!("{of_router}.bias"));
         let router = Linear {
             index: Linear::NO_ADAPTER,
             path: of_router,
             input,
             output,
             weight: self.weight(name, &[output, input], Kind::Router)?,
-            bias: None,
+            bias: config
+                .has_biases
+                .then(|| self.weight(bias, &[output], Kind::Bias))
+                .transpose()?,
             cut: None,
         };
         let expert = |index: usize| {
             let mut linear = |name: &str, along: Along| {
-                self.projection(Linear::NO_ADAPTER, format!("{path}.{name}"), along, false)
+                let path = format!("{path}.{name}");
+                self.projection(Linear::NO_ADAPTER, path, along, config.has_biases)
             };
             let [gate, up, down] = config.projections(index);
             Ok(Expert {
@@ -275,6 +310,15 @@ impl Builder<'_> {
         let options =
             experts::few::Options { active, normalized, activation: self.config.activation };
         Ok(Experts { router, experts: all, options, few: Mutex::new(None) })
+    }
+
+    /// A number for each head of a layer, of which a rank has those of its heads.
+    fn sinks(&mut self, path: &str) -> Result<WeightId> {
+        let (name, heads) = (format!("{path}.self_attn.sinks"), self.config.heads);
+        let Some(rank) = self.rank else { return self.weight(name, &[heads], Kind::Sinks) };
+        let whole = self.source.weight(&name, &[heads], Kind::Sinks, self.device)?;
+        let own = rank.cut(Along::Outputs(&[heads])).bias(rank, whole)?;
+        Ok(self.weights.push(name, Kind::Sinks, own))
     }
 
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {
@@ -340,6 +384,7 @@ impl Layer {
         };
         let bias = config.attention_output_bias;
         let output = linear("self_attn.o_proj", Along::Inputs(query_width), bias)?;
+        let sinks = config.attention_sinks.then(|| builder.sinks(&path)).transpose()?;
         let layer = &config.layers[index];
         let feed_forward = match &config.experts {
             Some(experts) if layer.has_experts => {
@@ -360,10 +405,12 @@ impl Layer {
                 kv_heads: config.kv_heads / ranks,
                 head_dim: config.head_dim,
                 rope: layer.rope,
+                sinks,
                 options: attention::Options {
                     scale: config.attention_scale,
                     softcap: config.attention_softcap,
                     window: layer.window,
+                    sinks: None,
                 },
             },
             after_attention,
@@ -401,7 +448,12 @@ impl Layer {
         matrices
     }
 
-    pub fn norms(&self) -> impl Iterator<Item = &Norm> {
+    /// The weights that aren't of linear layers: of norms, and sinks.
+    pub fn others(&self) -> impl Iterator<Item = WeightId> {
+        self.norms().map(|norm| norm.weight).chain(self.attention.sinks)
+    }
+
+    fn norms(&self) -> impl Iterator<Item = &Norm> {
         [
             &self.before_attention,
             &self.attention.query_norm,

@@ -1,9 +1,10 @@
 //! Models from files: a folder with `config.json` and safetensors, or a GGUF file, dense or quantised.
 
+use super::config::ExpertsConfig;
 use super::export::is_finite;
 use super::formats::checkpoint::Checkpoint;
+use super::formats::experts::{self, Interleaved};
 use super::formats::gguf_blocks::{BlockKind, read_blocks};
-use super::formats::mlx;
 use super::layer::{Kind, Source};
 use super::tensor_parallel::Cut;
 use super::weight::Storage;
@@ -121,6 +122,8 @@ enum Stored {
         weights: Weights,
         /// How they store matrices.
         checkpoint: Checkpoint,
+        /// Of the configuration.
+        experts: Option<ExpertsConfig>,
     },
     Gguf {
         file: Box<GgufFile>,
@@ -132,8 +135,20 @@ enum Stored {
 impl Stored {
     fn has(&self, name: &str) -> bool {
         match self {
-            Self::Folder { weights, checkpoint } => checkpoint.has(weights, name),
+            Self::Folder { weights, checkpoint, .. } => {
+                checkpoint.has(weights, name) || self.interleaved(name).is_some()
+            }
             Self::Gguf { file, .. } => file.describe(name).is_some(),
+        }
+    }
+
+    /// Where a weight is one of all experts.
+    fn interleaved(&self, name: &str) -> Option<Interleaved> {
+        match self {
+            Self::Folder { weights, experts: Some(experts), .. } => {
+                Interleaved::find(experts, weights, name)
+            }
+            _ => None,
         }
     }
 
@@ -155,8 +170,12 @@ impl Stored {
         dtype: DType,
         device: &Device,
     ) -> Result<Storage> {
+        let interleaved = self.interleaved(name);
         match self {
-            Self::Folder { weights, checkpoint } => {
+            Self::Folder { weights, checkpoint, .. } => {
+                if let Some(interleaved) = interleaved {
+                    return interleaved.read(weights, shape, dtype, device);
+                }
                 if let [outer, inner] = *shape
                     && let Some(matrix) = checkpoint.matrix(weights, name, (outer, inner))?
                 {
@@ -175,7 +194,7 @@ impl Stored {
 
     /// What of a matrix is cut out, on the CPU.
     fn part(&mut self, name: &str, shape: [usize; 2], cut: &Cut, dtype: DType) -> Result<Storage> {
-        if let Self::Folder { weights, checkpoint } = self {
+        if let (Self::Folder { weights, checkpoint, .. }, None) = (&*self, self.interleaved(name)) {
             return match checkpoint.matrix(weights, name, shape.into())? {
                 Some(matrix) => cut.weight(name, Storage::Quantized(Arc::new(matrix))),
                 None => Ok(Storage::Dense(weights.part(name, shape, cut.of_weight(), dtype)?)),
@@ -186,8 +205,12 @@ impl Stored {
 
     /// The bytes that a weight in fewer bits takes, of which only the shape is looked at; `None` for a dense one.
     fn outline(&mut self, name: &str, shape: &[usize]) -> Result<Option<usize>> {
+        let interleaved = self.interleaved(name);
         match self {
-            Self::Folder { weights, checkpoint } => {
+            Self::Folder { weights, checkpoint, .. } => {
+                if let Some(interleaved) = interleaved {
+                    return interleaved.outline(weights, shape);
+                }
                 let size = checkpoint.size_in_bytes(weights, name);
                 if size.is_none() {
                     weights.outline(name, shape)?;
@@ -296,9 +319,10 @@ impl<'f> Files<'f> {
                 .map_err(|problem| Error::file(path.join("config.json"), problem))?;
             let mut weights = Weights::open(path)?.check_finite(true);
             if let Some(experts) = &config.experts {
-                mlx::unstack(experts, &mut weights, &mut checkpoint)?;
+                experts::unstack(experts, &mut weights, &mut checkpoint)?;
             }
-            (config, Stored::Folder { weights, checkpoint })
+            let experts = config.experts;
+            (config, Stored::Folder { weights, checkpoint, experts })
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {
             let path = path.display();

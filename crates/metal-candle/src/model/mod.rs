@@ -28,8 +28,7 @@ use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use config::ExpertsConfig;
-use layer::{Builder, Expert, FeedForward, Kind, Layer, Linear, Norm, Source};
+use layer::{Builder, Experts, FeedForward, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::experts::few;
 use metal_candle_kernels::quantized::Weight;
 use placement::Away;
@@ -159,6 +158,10 @@ impl Model {
     ) -> Result<Self> {
         if let Some(quantization) = quantization {
             quantization.check_device(device)?;
+            if quantization.is_of_experts() && config.experts.is_none() {
+                let family = config.architecture.model_type();
+                return Err(quantization.error(format!("and a {family} model has no experts")));
+            }
         }
         let rank = match &placement {
             Placement::TensorParallel(rank) => Some(rank),
@@ -302,20 +305,18 @@ impl Model {
 
     /// Whether its device chooses the experts of a few tokens without the host.
     pub(crate) fn chooses_by_itself(&self) -> bool {
-        let Some(experts) = &self.config.experts else { return false };
-        let ExpertsConfig { count, width, .. } = *experts;
-        let width = width / self.rank.as_ref().map_or(1, |rank| rank.size);
-        let fits = few::Layer::fits(count, self.config.hidden_size, width, self.dtype);
-        let is_dense =
-            |layer: &&Linear| matches!(self.weights.storage(layer.weight), Storage::Dense(_));
-        let are_dense = |expert: &Expert| expert.layers().iter().all(is_dense);
-        let mut layers = self.layers.iter();
+        let takes = |experts: &Experts| {
+            let held: Option<Vec<_>> =
+                experts.experts.iter().map(|expert| expert.held(&self.weights)).collect();
+            held.is_some_and(|held: Vec<_>| few::takes(&held, self.dtype).unwrap_or(false))
+        };
+        let takes_layer = |layer: &Layer| match &layer.feed_forward {
+            FeedForward::Mlp(_) => true,
+            FeedForward::Experts(experts) => takes(experts),
+        };
         self.device.is_cuda()
-            && fits
-            && layers.all(|layer| match &layer.feed_forward {
-                FeedForward::Mlp(_) => true,
-                FeedForward::Experts(experts) => experts.experts.iter().all(are_dense),
-            })
+            && self.config.experts.is_some()
+            && self.layers.iter().all(|it| takes_layer(it))
     }
 
     /// Whether matrices of its layers lie elsewhere than on its device, and come to it for their layer alone. Such a
@@ -419,12 +420,12 @@ impl Model {
         self.layers.iter().flat_map(|layer| layer.linears())
     }
 
-    /// Every weight under its name in the checkpoint: of each layer the linear layers, experts included, then the norms.
+    /// Every weight under its name in the checkpoint: of each layer the linear layers, experts included, then the others.
     pub(crate) fn named_weights(&self) -> impl Iterator<Item = (&str, WeightId)> {
         let layers = self.layers.iter().flat_map(|layer| {
             let matrices = layer.matrices().into_iter();
             let weights = matrices.flat_map(|linear| [Some(linear.weight), linear.bias]).flatten();
-            weights.chain(layer.norms().map(|norm| norm.weight))
+            weights.chain(layer.others())
         });
         let ids = std::iter::once(self.embedding).chain(layers).chain([self.norm.weight]);
         ids.chain(self.head).map(|id| (self.weights.name(id), id))
@@ -472,9 +473,9 @@ impl Source for Random {
         device: &Device,
     ) -> Result<Storage> {
         let tensor = match kind {
-            Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
+            Kind::Bias | Kind::Sinks => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
-            Kind::Linear | Kind::Router | Kind::Table => {
+            Kind::Linear | Kind::Expert | Kind::Router | Kind::Table => {
                 let mut random = SplitMix64::stream(self.seed, self.index);
                 let count: usize = shape.iter().product();
                 let mut values: Vec<f32> = Vec::new();

@@ -16,42 +16,56 @@ use std::str::FromStr;
 pub struct Quantization {
     name: &'static str,
     format: Format,
-    /// Whether the embedding and the head are brought into it, too.
-    tables: bool,
+    /// Which weights are brought into it.
+    scope: Scope,
     /// Bits that a weight takes with its share of the scales.
     bits: f64,
     /// How products with such weights are computed.
     arithmetic: Arithmetic,
 }
 
+/// Which of a model's weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scope {
+    /// Linear layers, experts included.
+    Linears,
+    /// The embedding and the head, too.
+    All,
+    /// Those of experts alone.
+    Experts,
+}
+
 /// Of the programs whose formats these are, bitsandbytes leaves the embedding and the head alone, MLX and llama.cpp
 /// don't.
 const ALL: &[Quantization] = {
-    const fn new(name: &'static str, format: Format, tables: bool, bits: f64) -> Quantization {
-        Quantization { name, format, tables, bits, arithmetic: Arithmetic::Float }
+    use Scope::{All, Experts, Linears};
+    const fn new(name: &'static str, format: Format, scope: Scope, bits: f64) -> Quantization {
+        Quantization { name, format, scope, bits, arithmetic: Arithmetic::Float }
     }
     const fn affine(name: &'static str, bits: usize) -> Quantization {
-        new(name, Format::Affine { bits, group: 64 }, true, bits as f64 + 0.5)
+        new(name, Format::Affine { bits, group: 64 }, All, bits as f64 + 0.5)
     }
     &[
-        new("nf4", Format::Nf4 { block: 64, nested: true }, false, 4.127),
-        new("fp4", Format::Fp4 { block: 64, nested: true }, false, 4.127),
+        new("nf4", Format::Nf4 { block: 64, nested: true }, Linears, 4.127),
+        new("fp4", Format::Fp4 { block: 64, nested: true }, Linears, 4.127),
         affine("mlx2", 2),
         affine("mlx3", 3),
         affine("mlx4", 4),
         affine("mlx5", 5),
         affine("mlx6", 6),
         affine("mlx8", 8),
-        new("mxfp4", Format::Mxfp4, true, 4.25),
-        new("mxfp8", Format::Mxfp8, true, 8.25),
-        new("nvfp4", Format::Nvfp4, true, 4.5),
-        new("q4_0", Format::Q4_0, true, 4.5),
-        new("q4_k", Format::Q4K, true, 4.625),
-        new("q5_k", Format::Q5K, true, 5.625),
-        new("q6_k", Format::Q6K, true, 6.5625),
-        new("q8_0", Format::Q8_0, true, 8.5),
-        new("fp8", Format::Fp8Rows, false, 8.0),
-        new("int8", Format::Int8Rows, false, 8.0),
+        new("mxfp4", Format::Mxfp4, All, 4.25),
+        // As gpt-oss is published.
+        new("mxfp4-experts", Format::Mxfp4, Experts, 4.25),
+        new("mxfp8", Format::Mxfp8, All, 8.25),
+        new("nvfp4", Format::Nvfp4, All, 4.5),
+        new("q4_0", Format::Q4_0, All, 4.5),
+        new("q4_k", Format::Q4K, All, 4.625),
+        new("q5_k", Format::Q5K, All, 5.625),
+        new("q6_k", Format::Q6K, All, 6.5625),
+        new("q8_0", Format::Q8_0, All, 8.5),
+        new("fp8", Format::Fp8Rows, Linears, 8.0),
+        new("int8", Format::Int8Rows, Linears, 8.0),
     ]
 };
 
@@ -62,7 +76,7 @@ impl Quantization {
     pub const FP8_COMPUTE: Self = Self {
         name: "fp8-compute",
         format: Format::Fp8Rows,
-        tables: false,
+        scope: Scope::Linears,
         bits: 8.0,
         arithmetic: Arithmetic::Fp8,
     };
@@ -73,7 +87,7 @@ impl Quantization {
     pub const INT8_COMPUTE: Self = Self {
         name: "int8-compute",
         format: Format::Int8Rows,
-        tables: false,
+        scope: Scope::Linears,
         bits: 8.0,
         arithmetic: Arithmetic::Int8Rows,
     };
@@ -88,19 +102,25 @@ impl Quantization {
         self.format
     }
 
-    /// About how many bits a weight takes with its share of the scales, in the embedding and the head (`is_table`) or
-    /// in a linear layer; `None` where such weights stay as they are.
-    pub fn bits_per_weight(self, is_table: bool) -> Option<f64> {
-        (self.tables || !is_table).then_some(self.bits)
+    /// About how many bits a weight takes with its share of the scales, in linear layers but those of experts, in experts,
+    /// and in the embedding and the head; `None` where such weights stay as they are.
+    pub fn bits_per_weight(self) -> [Option<f64>; 3] {
+        [Kind::Linear, Kind::Expert, Kind::Table].map(|kind| self.wants(kind).then_some(self.bits))
     }
 
     /// Whether such a weight is brought into it.
     pub(super) fn wants(self, kind: Kind) -> bool {
         match kind {
-            Kind::Linear => true,
-            Kind::Table => self.tables,
-            Kind::Norm | Kind::Bias | Kind::Router => false,
+            Kind::Expert => true,
+            Kind::Linear => self.scope != Scope::Experts,
+            Kind::Table => self.scope == Scope::All,
+            Kind::Norm | Kind::Bias | Kind::Sinks | Kind::Router => false,
         }
+    }
+
+    /// Whether it is for experts alone.
+    pub(super) fn is_of_experts(self) -> bool {
+        self.scope == Scope::Experts
     }
 
     /// About how many bytes a weight of so many elements takes; `None` where such a weight stays as it is.

@@ -156,11 +156,12 @@ impl Attention {
             })
         };
         let rotation = self.rope.map(rotation).transpose()?;
+        let sinks = self.sinks_of(tape, q.tensor().dtype(), pass)?;
+        let options = self.options.with_sinks(sinks.as_ref().map(Value::tensor));
         let (q, k) = match (rotation, &cache) {
             (Some(Rotation { cos, sin, queries: None }), Some(Cached { pools, paging })) => {
                 let [q, k, v] = [q, k, v].map(Value::tensor);
-                let attended =
-                    pools.rotate_and_attend(q, [k, v], [cos, sin], paging, &self.options)?;
+                let attended = pools.rotate_and_attend(q, [k, v], [cos, sin], paging, &options)?;
                 return Ok(tape.constant(attended));
             }
             (Some(Rotation { cos, sin, queries: Some((query_cos, query_sin)) }), _) => {
@@ -172,15 +173,26 @@ impl Attention {
         if let Some(Cached { pools, paging }) = cache {
             let rows = |x: &Value| x.tensor().squeeze(1);
             let (q, k, v) = (rows(&q)?, rows(&k)?, rows(v)?);
-            return Ok(tape.constant(pools.attend(&q, [&k, &v], paging, &self.options)?));
+            return Ok(tape.constant(pools.attend(&q, [&k, &v], paging, &options)?));
         }
         let first_key = pass.first_key.as_ref();
         let Some(spread) = &pass.spread else {
-            return tape.attention(&q, &k, v, first_key, &self.options);
+            return tape.attention([&q, &k, v], first_key, sinks.as_ref(), &self.options);
         };
         let [q, k, v] = [&q, &k, v].map(|x| spread.apart(tape, x));
-        let attended = tape.attention(&q?, &k?, &v?, first_key, &self.options)?;
+        let attended = tape.attention([&q?, &k?, &v?], first_key, sinks.as_ref(), &self.options)?;
         spread.together(tape, &attended)
+    }
+
+    /// The sinks of the heads, if they have any.
+    fn sinks_of(&self, tape: &Tape, dtype: DType, pass: &Pass) -> Result<Option<Value>> {
+        let Some(id) = self.sinks else { return Ok(None) };
+        let replaces = |adapter: &Adapter| adapter.replacement(id).is_some();
+        let adapter = pass.adapters.in_common(replaces).map_err(|_| {
+            Error::Unsupported("sinks that differ from row to row of a batch".into())
+        })?;
+        let sinks = pass.weight_of(tape, id, adapter.map(|it| &**it))?;
+        tape.cast(&sinks, dtype).map(Some)
     }
 
     /// Queries or keys, of which there are all heads in a row or each by itself, as heads, normalised.

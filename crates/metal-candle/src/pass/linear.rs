@@ -5,7 +5,7 @@ use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
 use crate::autograd::{ExpertValues, LoraValues, Matrix, ProjectionValues, Tape, Value};
 use crate::model::layer::{Expert, Experts, Linear, Norm};
-use crate::model::weight::{FrozenWeights, Storage};
+use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -36,7 +36,8 @@ pub(super) fn forward_router(
 impl Expert {
     /// Whether an adapter has another weight in the place of one of its own. None has an update for it.
     fn is_replaced(&self, adapter: &Adapter) -> bool {
-        self.layers().iter().any(|layer| adapter.replacement(layer.weight).is_some())
+        let replaces = |id| adapter.replacement(id).is_some();
+        self.layers().iter().any(|it| replaces(it.weight) || it.bias.is_some_and(replaces))
     }
 }
 
@@ -53,13 +54,16 @@ pub(super) fn forward_experts(
         Error::Unsupported("experts whose weights differ from row to row of a batch".into())
     })?;
     let (adapter, dtype) = (adapter.map(|it| &**it), x.tensor().dtype());
-    let matrix =
-        |layer: &Linear| tape.cast_matrix(&pass.matrix_of(tape, layer.weight, adapter)?, dtype);
+    let values = |layer: &Linear| -> Result<_> {
+        let weight = tape.cast_matrix(&pass.matrix_of(tape, layer.weight, adapter)?, dtype)?;
+        let bias = |id| tape.cast(&pass.weight_of(tape, id, adapter)?, dtype);
+        Ok((weight, layer.bias.map(bias).transpose()?))
+    };
     let (mut into, mut back) = (Vec::new(), Vec::new());
     for (expert, rows) in experts {
-        let [gate, up, down] = expert.layers().map(matrix);
-        into.push(ExpertValues { rows: *rows, weights: vec![gate?, up?] });
-        back.push(ExpertValues { rows: *rows, weights: vec![down?] });
+        let [gate, up, down] = expert.layers().map(values);
+        into.push(ExpertValues { rows: *rows, layers: vec![gate?, up?] });
+        back.push(ExpertValues { rows: *rows, layers: vec![down?] });
     }
     let [gate, up] = as_many(tape.grouped(x, &into)?)?;
     only(tape.grouped(&tape.glu(&gate, &up, activation)?, &back)?)
@@ -86,23 +90,15 @@ pub(super) fn forward_few_experts(
     if !is_possible {
         return Ok(None);
     }
-    let mut weights = Vec::with_capacity(experts.experts.len());
-    for expert in &experts.experts {
-        match expert.layers().map(|layer| pass.weights.storage(layer.weight)) {
-            [Storage::Dense(gate), Storage::Dense(up), Storage::Dense(down)]
-                if gate.dtype() == x.dtype() =>
-            {
-                weights.push([gate, up, down]);
-            }
-            _ => return Ok(None),
-        }
-    }
+    let held: Option<Vec<_>> =
+        experts.experts.iter().map(|expert| expert.held(&pass.weights)).collect();
+    let Some(held) = held else { return Ok(None) };
     let known = || experts.few.lock().unwrap_or_else(PoisonError::into_inner);
-    let layer = known().as_ref().filter(|layer| layer.has(&weights)).cloned();
+    let layer = known().as_ref().filter(|layer| layer.has(&held, x.dtype())).cloned();
     let layer = match layer {
         Some(layer) => layer,
         None => {
-            let Some(layer) = few::Layer::new(&weights)? else { return Ok(None) };
+            let Some(layer) = few::Layer::new(&held, x.dtype())? else { return Ok(None) };
             known().insert(Arc::new(layer)).clone()
         }
     };

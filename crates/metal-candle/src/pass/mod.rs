@@ -370,7 +370,7 @@ impl Model {
         }
         let is_trained = |layer: &Layer| {
             let replaced = |id| adapter.replacement(id).is_some();
-            layer.norms().any(|norm| replaced(norm.weight))
+            layer.others().any(replaced)
                 || layer.matrices().iter().any(|linear| {
                     adapter.update(linear).is_some()
                         || replaced(linear.weight)

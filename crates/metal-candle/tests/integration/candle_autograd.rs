@@ -21,7 +21,7 @@ const RANK: usize = 3;
 const SCALE: f64 = 0.7;
 const EPSILON: f64 = 1e-5;
 const ATTENTION: attention::Options =
-    attention::Options { scale: 0.5, softcap: Some(5.0), window: None };
+    attention::Options { scale: 0.5, softcap: Some(5.0), window: None, sinks: None };
 const HEAD: cross_entropy::Options =
     cross_entropy::Options { softcap: Some(8.0), logit_scale: 1.3, chunk: 3, statistics: false };
 
@@ -136,7 +136,7 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Parameter]) -> metal_candle::Res
     let k = heads(&lora(&normed, 1)?, 1)?;
     let (q, k) = tape.rope(&q, &k, &frozen.cos, &frozen.sin)?;
     let v = heads(&lora(&normed, 2)?, 1)?;
-    let attended = tape.attention(&q, &k, &v, None, &ATTENTION)?;
+    let attended = tape.attention([&q, &k, &v], None, None, &ATTENTION)?;
     let attended = lora(&tape.reshape(&attended, (BATCH, SEQ, HIDDEN))?, 3)?;
     let (x, normed) = tape.rms_norm_residual(&x, &attended, &value(2), EPSILON, 0.0)?;
     let gated = tape.glu(&lora(&normed, 4)?, &lora(&normed, 5)?, Activation::Silu)?;

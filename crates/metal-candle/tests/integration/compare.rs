@@ -105,7 +105,9 @@ fn changed(folder: &Path, change: impl Fn(&str, Vec<f32>) -> Vec<f32>) -> Model 
 fn exports_of_every_format_agree_with_their_source() {
     let (source, out) = (source(), tempfile::tempdir().unwrap());
     let model = Model::load(source.path(), DType::F32, &Device::Cpu).unwrap();
-    for word in ModelFormat::names() {
+    // But those of experts.
+    let is_for_all = |word: &&str| !["mxfp4-experts", "gguf-mxfp4"].contains(word);
+    for word in ModelFormat::names().into_iter().filter(is_for_all) {
         let path = export(&model, word, source.path(), out.path());
         let (comparison, weights) = found(source.path(), None, &path);
         assert!(comparison.texts > 15 && comparison.renderings > 6, "{comparison:?}");

@@ -26,6 +26,7 @@ use std::sync::Arc;
 pub const FAMILIES: &[&str] = &[
     "gemma2",
     "gemma3-text",
+    "gpt-oss",
     "granite",
     "llama",
     "llama-dynamic",
@@ -315,7 +316,8 @@ fn a_session_is_as_before_when_a_prompt_is_refused() {
 }
 
 /// Checkpoints that other programs quantised.
-const QUANTIZED: &[&str] = &["llama-mlx-mxfp4", "llama-mlx4", "llama-nf4", "qwen2-fp4"];
+const QUANTIZED: &[&str] =
+    &["gpt-oss-mxfp4", "llama-mlx-mxfp4", "llama-mlx4", "llama-nf4", "qwen2-fp4"];
 
 #[test]
 fn quantised_checkpoints_give_the_logits_of_the_programs_that_wrote_them() {
@@ -1354,7 +1356,7 @@ fn twenty_adamw_steps_follow_peft() {
 
 #[test]
 fn full_fine_tuning_follows_transformers() {
-    for name in ["llama", "llama3", "qwen3-moe"] {
+    for name in ["gpt-oss", "llama", "llama3", "qwen3-moe"] {
         let training = json(folder(name).join("training_full.json"));
         let batches = &tensors(folder(name).join("training_full.safetensors"))["input_ids"];
         let model = Model::load(folder(name), DType::F32, &device()).unwrap();

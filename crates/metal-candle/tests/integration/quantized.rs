@@ -58,6 +58,20 @@ fn as_mixtral() -> Value {
     })
 }
 
+/// And as gpt-oss has them.
+fn as_gpt_oss() -> Value {
+    json!({
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+        "tie_word_embeddings": false,
+    })
+}
+
 /// A model with random weights in a folder.
 pub fn saved(changes: Value) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -124,15 +138,23 @@ fn an_adapter_is_not_merged_a_weight_at_a_time_into_a_model_in_fewer_bits() {
 
 #[test]
 fn every_format_computes_with_the_numbers_it_holds() {
-    for changes in [json!({}), with_experts()] {
+    for changes in [json!({}), with_experts(), as_gpt_oss()] {
         computes_with_the_numbers_it_holds(changes);
     }
 }
 
 fn computes_with_the_numbers_it_holds(changes: Value) {
-    let folder = saved(changes);
+    let folder = saved(changes.clone());
     let whole = logits(&Model::load(folder.path(), DType::F32, &device()).unwrap(), None);
     for word in Quantization::names() {
+        if word.ends_with("-experts") && changes.get("model_type").is_none() {
+            let error = quantized(folder.path(), word).unwrap_err().to_string();
+            assert!(
+                error.contains("quantize: is mxfp4-experts, and a llama model has no"),
+                "{error}"
+            );
+            continue;
+        }
         let model = Arc::new(quantized(folder.path(), word).unwrap());
         let dense = Arc::new(quantized(folder.path(), word).unwrap().dequantize().unwrap());
         assert!(model.size_in_bytes() < dense.size_in_bytes(), "{word}");
@@ -148,11 +170,13 @@ fn computes_with_the_numbers_it_holds(changes: Value) {
         let most = match word {
             "mlx2" => 2.0,
             "mlx3" => 1.0,
-            "fp4" | "mxfp4" | "nvfp4" => 0.8,
+            "fp4" | "mxfp4" | "mxfp4-experts" | "nvfp4" => 0.8,
             "mlx8" | "q8_0" | "int8" => 0.05,
             "mlx6" | "q6_k" | "mlx5" | "q5_k" | "fp8" | "mxfp8" => 0.25,
             _ => 0.5,
         };
+        // Other experts are chosen sooner than elsewhere.
+        let most = if changes["model_type"] == "gpt_oss" { 2.0 * most } else { most };
         assert!(difference > 1e-4 && difference < most, "{word}: off by {difference}");
         let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
         let adapters = [&model, &dense].map(|model| {
@@ -186,7 +210,7 @@ fn computes_with_the_numbers_it_holds(changes: Value) {
 #[test]
 fn what_is_written_is_read_as_it_was_and_says_the_same() {
     let narrow = json!({ "hidden_size": 96, "tie_word_embeddings": true });
-    for changes in [json!({}), narrow, with_experts(), as_mixtral()] {
+    for changes in [json!({}), narrow, with_experts(), as_mixtral(), as_gpt_oss()] {
         let folder = saved(changes.clone());
         let dense = Model::load(folder.path(), DType::F32, &device()).unwrap();
         let whole = logits(&dense, None);
@@ -203,6 +227,17 @@ fn what_is_written_is_read_as_it_was_and_says_the_same() {
                 // Rows of 96 aren't whole groups of 64, which MLX refuses and bitsandbytes doesn't mind.
                 let result = dense.save_as(&path, format, None);
                 assert_eq!(result.is_err(), word.starts_with("mlx"), "{word}");
+                continue;
+            }
+            let of_experts = match (word, changes["model_type"].as_str()) {
+                ("mxfp4-experts", Some("gpt_oss")) | ("gguf-mxfp4", Some(_)) => None,
+                ("mxfp4-experts", _) => Some("transformers has such files of gpt_oss alone"),
+                ("gguf-mxfp4", None) => Some("of a llama model, which has none"),
+                _ => None,
+            };
+            if let Some(expected) = of_experts {
+                let error = dense.save_as(&path, format, None).unwrap_err().to_string();
+                assert!(error.contains(expected), "{error}");
                 continue;
             }
             if changes.get("num_experts_per_tok").is_some() && ["nf4", "fp4"].contains(&word) {

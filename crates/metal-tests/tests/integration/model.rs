@@ -516,6 +516,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
     let families = [
         "gemma2",
         "gemma3-text",
+        "gpt-oss",
         "granite",
         "llama",
         "llama-odd",

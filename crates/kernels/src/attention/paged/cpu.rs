@@ -9,7 +9,7 @@
 use super::few_rows::{self, Lines};
 use super::rounded::View;
 use super::{Sequences, Sizes, Span};
-use crate::attention::cpu::{COLUMNS as CHUNK, join, soften};
+use crate::attention::cpu::{COLUMNS as CHUNK, end_row, join, soften};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::as_f32_mut;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
@@ -106,6 +106,8 @@ pub(super) struct Problem<'a, T: Element> {
     pub values: Rows<'a, T>,
     pub scale: T::Acc,
     pub softcap: Option<T::Acc>,
+    /// Of each head, if there are any.
+    pub sinks: Vec<T::Acc>,
     /// Keys that a query sees at most.
     pub window: usize,
 }
@@ -509,10 +511,10 @@ impl<T: Element> Problem<'_, T> {
                 let rows = task.queries.len() * self.group();
                 for row in 0..rows {
                     let values = &mut sums.values[row * self.width()..][..head_dim];
-                    let inverse = T::Acc::ONE / sums.total[row];
-                    values.iter_mut().for_each(|value| *value *= inverse);
                     let token = span.first + task.queries.start + row / self.group();
                     let head = task.kv_head * self.group() + row % self.group();
+                    let end = end_row((sums.top[row], sums.total[row]), self.sinks.get(head));
+                    values.iter_mut().for_each(|value| *value *= end.factor);
                     let start = (token * heads + head) * head_dim;
                     // SAFETY: every row belongs to one task.
                     T::narrow(values, unsafe { o.slice(start..start + head_dim) });

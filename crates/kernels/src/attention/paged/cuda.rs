@@ -270,6 +270,7 @@ fn attend(
     let (partial_o, partial_sums) =
         parts.as_ref().map_or((0, 0), |[values, sums]| (values.pointer, sums.pointer));
     let (mode, factor, inner) = score_numbers(options);
+    let sinks = options.sinks.as_ref().map(|sinks| cuda.contiguous(sinks)).transpose()?;
     let pool_strides = [0, (kv_heads * head_dim) as i64, head_dim as i64];
     let parameters = Parameters {
         q: q.pointer,
@@ -278,6 +279,7 @@ fn attend(
         o: o.pointer,
         partial_o,
         partial_sums,
+        sinks: sinks.as_ref().map_or(0, |sinks| sinks.pointer),
         q_strides: [0, 1, 2].map(|index| q.stride(index)),
         k_strides: pool_strides,
         v_strides: pool_strides,

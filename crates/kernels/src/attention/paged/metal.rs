@@ -23,6 +23,7 @@ struct Call<'a> {
     v: Array,
     /// Of codes, where pools are rounded to 8 bits.
     scales: Option<[Array; 2]>,
+    sinks: Option<Array>,
     o: Array,
     numbers: Array,
     /// Parts of results and their sums, where there are any.
@@ -61,6 +62,7 @@ pub(super) fn forward(
     let [k_scales, v_scales] =
         pools.map(|pool| pool.scales().map(|scales| metal.strided(scales)).transpose());
     let scales = k_scales?.zip(v_scales?).map(|(k, v)| [k, v]);
+    let sinks = options.sinks.as_ref().map(|sinks| metal.contiguous(sinks)).transpose()?;
     let numbers = metal.contiguous(&sequences.uploaded)?;
     // One of each range, where a sequence has several.
     let plan = &sequences.plan;
@@ -87,6 +89,7 @@ pub(super) fn forward(
         k,
         v,
         scales,
+        sinks,
         o,
         numbers,
         parts,
@@ -143,6 +146,7 @@ impl Call<'_> {
             (metal::SPLIT, Constant::Bool(split)),
             (metal::PAGED, Constant::Bool(true)),
             (metal::ROUNDED, Constant::Bool(self.scales.is_some())),
+            (metal::SINKS, Constant::Bool(self.sinks.is_some())),
         ]))
     }
 
@@ -157,6 +161,7 @@ impl Call<'_> {
             None => [Argument::Absent, Argument::Absent],
             Some(scales) => scales.each_ref().map(Argument::Input),
         };
+        let sinks = self.sinks.as_ref().map_or(Argument::Absent, Argument::Input);
 
         let given_many = self.given(MANY, PAGED_QUERIES)?;
         let of_many = [
@@ -172,6 +177,7 @@ impl Call<'_> {
             Argument::U32s(&given_many.batch),
             k_scales,
             v_scales,
+            sinks,
         ];
         let items = plan.items[MANY].room;
         let groups = |simdgroups| [heads, items * PAGED_QUERIES.div_ceil(ROWS * simdgroups), 1];
@@ -201,6 +207,7 @@ impl Call<'_> {
                 Argument::U32s(&given.batch),
                 k_scales,
                 v_scales,
+                sinks,
             ]
         });
         let kinds = [(SINGLE, 1), (FEW, plan.most_few)];
@@ -230,6 +237,7 @@ impl Call<'_> {
             Argument::U32s(&given_split.sizes),
             Argument::Input(&self.numbers),
             Argument::U32s(&given_split.batch),
+            sinks,
         ];
         let kernel = in_parts.kernel(by_dtype!("attention_combine", self.dtype)?);
         let rows = plan.items[SPLIT].room * heads;

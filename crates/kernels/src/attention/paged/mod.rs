@@ -28,7 +28,7 @@ mod tests;
 pub use new_tokens::{NewTokens, forward_paged_new};
 pub use rounded::RoundedPool;
 
-use super::{Options, check_heads, check_options};
+use super::{Options, check_heads, check_options, sink_numbers};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{
     on_gpu, require_dtype, require_numbers, require_rank, require_shape, require_together,
@@ -433,6 +433,7 @@ pub fn forward_paged<'a>(
             values: cpu::Rows::new(&v, v_scales.as_ref())?,
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
+            sinks: sink_numbers(options)?,
             window: options.window.unwrap_or(usize::MAX),
         };
         let mut o = unwritten::<T>(sequences.tokens * sizes.heads * sizes.head_dim);
@@ -518,7 +519,7 @@ fn check(
         }
     }
     check_heads(operation, heads, kv_heads)?;
-    check_options(operation, options)?;
+    check_options(operation, q, heads, options)?;
     if let Some((longest, index)) = sequences.longest_window
         && options.window.is_none_or(|window| window > longest)
     {

@@ -70,13 +70,18 @@ impl Case {
             q: random(&[tokens, heads, head_dim], 1),
             k,
             v,
-            options: Options { scale: 0.8, softcap: None, window: None },
+            options: Options { scale: 0.8, softcap: None, window: None, sinks: None },
             same_in_pieces: false,
         }
     }
 
     fn scale(mut self, scale: f64) -> Case {
         self.options.scale = scale;
+        self
+    }
+
+    fn sinks(mut self) -> Case {
+        self.options.sinks = attention::tests::some_sinks(self.q.dim(1).unwrap());
         self
     }
 
@@ -101,7 +106,9 @@ impl Case {
 
     fn to_dtype(&self, dtype: DType) -> Case {
         let to = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
-        Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), ..self.clone() }
+        let (q, k, v, options) =
+            (to(&self.q), to(&self.k), to(&self.v), self.options.map_sinks(to));
+        Case { q, k, v, options, ..self.clone() }
     }
 
     /// Some of the sequences by themselves, with the same pools.
@@ -159,9 +166,10 @@ impl Case {
         let ([k, v], dense) = self.rounded(device);
         let sequences = self.sequences(device).unwrap();
         let q = there(&self.q, device);
-        let o = forward_paged(&q, &k, &v, &sequences, &self.options).unwrap();
+        let options = self.options.map_sinks(|sinks| there(sinks, device));
+        let o = forward_paged(&q, &k, &v, &sequences, &options).unwrap();
         let [k, v] = [&dense.k, &dense.v].map(|pool| there(pool, device));
-        let expected = forward_paged(&q, &k, &v, &sequences, &self.options).unwrap();
+        let expected = forward_paged(&q, &k, &v, &sequences, &options).unwrap();
         assert!(values(&here(&expected)).iter().all(|x| x.is_finite()));
         if device.is_cuda() && !self.q.dim(2).unwrap().is_multiple_of(16) {
             let tolerance = if q.dtype() == DType::F32 { 1e-5 } else { 8e-3 };
@@ -218,22 +226,25 @@ impl Case {
 fn cases() -> Vec<Case> {
     vec![
         Case::new(&[(1, 1)], 1, [1, 1], 1),
-        Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7),
+        Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7).sinks(),
         Case::new(&[(5, 9), (1, 9), (9, 9)], 16, [3, 1], 64).scale(0.125),
-        Case::new(&[(1, 300), (1, 17), (150, 290), (1, 128)], 16, [6, 2], 16).scale(0.3),
+        Case::new(&[(1, 300), (1, 17), (150, 290), (1, 128)], 16, [6, 2], 16).scale(0.3).sinks(),
         Case::sharing(&[(1, 300), (20, 320), (1, 257), (1, 256)], 16, 16, [4, 4], 64).scale(0.125),
-        Case::new(&[(2, 200), (1, 500), (1, 130)], 32, [5, 1], 80).scale(0.1).softcap(1.3),
+        Case::new(&[(2, 200), (1, 500), (1, 130)], 32, [5, 1], 80).scale(0.1).softcap(1.3).sinks(),
         Case::new(&[(1, 500), (40, 300), (200, 450)], 16, [2, 1], 96).scale(0.1).window(100),
-        Case::new(&[(1, 400), (1, 1), (10, 33)], 1, [7, 1], 128).scale(0.09).window(17),
+        Case::new(&[(1, 400), (1, 1), (10, 33)], 1, [7, 1], 128).scale(0.09).window(17).sinks(),
         Case::new(&[(1, 140), (33, 140)], 3, [8, 1], 256).scale(0.06).softcap(2.0).window(70),
-        Case::new(&[(1, 3000), (3, 1100)], 32, [9, 3], 64).scale(0.125),
+        Case::new(&[(1, 3000), (3, 1100)], 32, [9, 3], 64).scale(0.125).sinks(),
         Case::new(&[(130, 130), (1, 2)], 5, [4, 4], 33).scale(-0.2),
         Case::new(&[(1, 90); 20], 16, [6, 2], 32).scale(0.2),
         // Few rows, which are multiplied with keys where they lie: odd numbers of keys, heads that fill no register, more
         // than one register of them, and keys that no query sees.
-        Case::new(&[(1, 1), (1, 7), (2, 131), (5, 300)], 16, [6, 2], 40).scale(0.2).window(70),
+        Case::new(&[(1, 1), (1, 7), (2, 131), (5, 300)], 16, [6, 2], 40)
+            .scale(0.2)
+            .window(70)
+            .sinks(),
         Case::new(&[(1, 515), (4, 130)], 3, [4, 1], 97).scale(-0.1).softcap(2.0),
-        Case::new(&[(1, 400)], 16, [16, 1], 128).scale(0.1),
+        Case::new(&[(1, 400)], 16, [16, 1], 128).scale(0.1).sinks(),
     ]
 }
 
@@ -289,10 +300,10 @@ fn company_does_not_change_bits() {
 #[test]
 fn pieces_of_any_size_give_the_same_bits() {
     for case in [
-        Case::new(&[(150, 290)], 16, [6, 2], 16).scale(0.3),
+        Case::new(&[(150, 290)], 16, [6, 2], 16).scale(0.3).sinks(),
         Case::new(&[(200, 450)], 16, [2, 1], 64).scale(0.1).window(100),
         Case::new(&[(140, 140)], 5, [3, 3], 80).scale(0.1).softcap(1.5),
-        Case::new(&[(20, 700)], 32, [9, 3], 64).scale(0.125),
+        Case::new(&[(20, 700)], 32, [9, 3], 64).scale(0.125).sinks(),
     ] {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             let case = case.to_dtype(dtype).same_in_pieces();
@@ -312,7 +323,7 @@ fn pieces_of_any_size_give_the_same_bits() {
 fn many_queries_give_the_bits_of_a_sequence_by_itself() {
     for case in [
         Case::new(&[(150, 290), (6, 700), (128, 128)], 16, [6, 2], 16).scale(0.3),
-        Case::new(&[(200, 450), (9, 1200)], 16, [2, 1], 64).scale(0.1).window(100),
+        Case::new(&[(200, 450), (9, 1200)], 16, [2, 1], 64).scale(0.1).window(100).sinks(),
         Case::new(&[(140, 140), (17, 20)], 5, [3, 3], 80).scale(0.1).softcap(1.5),
         // With few rows, too.
         Case::new(&[(5, 700), (13, 13)], 16, [6, 2], 16).scale(0.3).same_in_pieces(),
@@ -457,13 +468,16 @@ fn wrong_arguments_are_errors() {
 /// one range and over several, few and many queries.
 fn cases_of_ranges() -> Vec<Case> {
     vec![
-        Case::new(&[(1, 256), (1, 257), (1, 1), (1, 2000)], 16, [8, 2], 128).scale(0.09),
+        Case::new(&[(1, 256), (1, 257), (1, 1), (1, 2000)], 16, [8, 2], 128).scale(0.09).sinks(),
         Case::new(&[(16, 600), (17, 600), (2, 300), (1, 513)], 32, [4, 2], 64).scale(0.125),
-        Case::new(&[(1, 1500), (5, 900), (40, 700)], 32, [6, 2], 128).scale(0.09).window(300),
+        Case::new(&[(1, 1500), (5, 900), (40, 700)], 32, [6, 2], 128)
+            .scale(0.09)
+            .window(300)
+            .sinks(),
         Case::new(&[(1, 700), (9, 270), (130, 200)], 16, [4, 1], 72).scale(0.1).window(20),
-        Case::new(&[(1, 520), (3, 40), (70, 90)], 16, [7, 1], 256).scale(0.06).softcap(2.0),
+        Case::new(&[(1, 520), (3, 40), (70, 90)], 16, [7, 1], 256).scale(0.06).softcap(2.0).sinks(),
         Case::new(&[(1, 600), (129, 300)], 64, [3, 3], 80).scale(-0.1),
-        Case::new(&[(1, 530), (20, 280)], 5, [4, 2], 64).scale(0.125).window(270),
+        Case::new(&[(1, 530), (20, 280)], 5, [4, 2], 64).scale(0.125).window(270).sinks(),
         Case::new(&[(1, 300), (4, 300), (30, 31)], 16, [20, 1], 96).scale(0.1),
     ]
 }
@@ -537,7 +551,9 @@ mod cuda {
     impl Case {
         fn to_device(&self, device: &Device) -> Case {
             let to = |tensor: &Tensor| there(tensor, device);
-            Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), ..self.clone() }
+            let (q, k, v, options) =
+                (to(&self.q), to(&self.k), to(&self.v), self.options.map_sinks(to));
+            Case { q, k, v, options, ..self.clone() }
         }
     }
 
@@ -672,9 +688,9 @@ mod cuda {
     fn cuda_pieces_give_the_same_bits() {
         let device = crate::testing::cuda();
         for case in [
-            Case::new(&[(150, 690)], 16, [6, 2], 64).scale(0.125),
+            Case::new(&[(150, 690)], 16, [6, 2], 64).scale(0.125).sinks(),
             Case::new(&[(200, 850)], 16, [4, 1], 128).scale(0.09).window(300),
-            Case::new(&[(40, 340)], 16, [3, 1], 256).scale(0.06).softcap(1.5),
+            Case::new(&[(40, 340)], 16, [3, 1], 256).scale(0.06).softcap(1.5).sinks(),
         ] {
             for (dtype, _) in PRECISIONS {
                 let case = case.to_dtype(dtype).to_device(&device);
@@ -702,10 +718,13 @@ mod cuda {
         let device = crate::testing::cuda();
         for case in [
             Case::new(&[(150, 690), (1, 700), (6, 20), (256, 256)], 16, [6, 2], 64).scale(0.125),
-            Case::new(&[(200, 850), (1, 1), (40, 600)], 16, [4, 1], 128).scale(0.09).window(300),
+            Case::new(&[(200, 850), (1, 1), (40, 600)], 16, [4, 1], 128)
+                .scale(0.09)
+                .window(300)
+                .sinks(),
             Case::new(&[(333, 9500)], 32, [2, 2], 104).scale(0.1).window(9000),
             Case::new(&[(40, 340), (3, 3)], 16, [3, 1], 256).scale(0.06).softcap(1.5),
-            Case::new(&[(70, 600)], 16, [4, 4], 33).scale(-0.2),
+            Case::new(&[(70, 600)], 16, [4, 4], 33).scale(-0.2).sinks(),
             Case::new(&[(1100, 1400)], 16, [8, 2], 128).scale(0.09).window(700),
             Case::new(&[(900, 1400), (40, 50)], 16, [12, 4], 64).scale(0.125).softcap(1.5),
             Case::new(&[(2700, 8200)], 32, [16, 4], 96).scale(0.1),
@@ -904,7 +923,7 @@ mod cuda {
             let sequences: Vec<_> =
                 entries.chunks(width).map(|table| Sequence { queries, keys, table }).collect();
             let of_any = Sequences::new(&sequences, block, blocks, &device).unwrap();
-            let options = Options { scale: 0.09, softcap: None, window: None };
+            let options = Options { scale: 0.09, softcap: None, window: None, sinks: None };
             let time = |run: &dyn Fn(usize)| {
                 let seconds = least_seconds(&device, 8, || {
                     for _ in 0..4 {
@@ -995,7 +1014,7 @@ mod metal {
     #[ignore = "needs clang"]
     fn metal_sequences_give_what_they_give_by_themselves() {
         assert_right_everywhere(&[
-            Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7),
+            Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7).sinks(),
             Case::new(&[(1, 300), (20, 40), (1, 257), (2, 270)], 16, [6, 2], 16).scale(0.3),
             Case::sharing(&[(1, 40), (18, 35), (1, 33)], 2, 16, [2, 2], 64).scale(0.125),
             Case::new(&[(1, 290), (17, 60)], 16, [3, 1], 96).scale(0.1).window(20),
@@ -1019,7 +1038,7 @@ mod metal {
         for mode in Mode::ALL {
             let emulator = Emulator::open(mode);
             for case in [
-                Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7),
+                Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7).sinks(),
                 Case::new(&[(1, 300), (20, 40), (2, 270)], 16, [6, 2], 64).scale(0.3),
                 Case::new(&[(1, 290), (17, 60)], 16, [3, 1], 96).scale(0.1).window(20),
                 Case::new(&[(2, 20), (18, 33)], 3, [2, 1], 256).scale(0.06).softcap(2.0).window(7),

@@ -7,6 +7,9 @@ use crate::backend::metal::{Emulator, emulate};
 use crate::batch_invariance::within;
 use metal_emulator::{Mode, SEEDS};
 
+/// What a case gives.
+const NAMES: [&str; 6] = ["o", "log_sum_exp", "dq", "dk", "dv", "dsinks"];
+
 impl Case {
     /// `[o, log_sum_exp]`.
     fn run_forward(&self) -> Vec<Tensor> {
@@ -14,10 +17,11 @@ impl Case {
         vec![o, lse]
     }
 
-    /// `[o, log_sum_exp, dq, dk, dv]`.
+    /// `[o, log_sum_exp, dq, dk, dv]`, and the gradient of sinks, if there are any.
     fn run(&self) -> Vec<Tensor> {
         let ((o, lse), (dq, dk, dv)) = (self.forward(), self.backward());
-        vec![o, lse, dq, dk, dv]
+        let dsinks = self.options.sinks.as_ref().map(|_| self.backward_sinks());
+        [o, lse, dq, dk, dv].into_iter().chain(dsinks).collect()
     }
 }
 
@@ -52,9 +56,7 @@ fn assert_right_everywhere(cases: &[Case], run: fn(&Case) -> Vec<Tensor>) {
                 let found = emulate(emulator.clone(), || run(&case));
                 let what = format!("{mode} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
                 assert_eq!((found[0].dtype(), found[1].dtype()), (dtype, DType::F32), "{what}");
-                for (name, (found, exact)) in
-                    ["o", "log_sum_exp", "dq", "dk", "dv"].into_iter().zip(found.iter().zip(&exact))
-                {
+                for (name, (found, exact)) in NAMES.into_iter().zip(found.iter().zip(&exact)) {
                     // The output enters the gradients rounded.
                     let tolerance = match name {
                         "o" => tolerance,
@@ -81,9 +83,9 @@ fn assert_right_everywhere(cases: &[Case], run: fn(&Case) -> Vec<Tensor>) {
 #[ignore = "needs clang"]
 fn metal_tiles_are_right_in_every_mode_and_order() {
     let cases = [
-        Case::new(2, 33, 37, 4, 2, 64).packed(13).scale(0.2),
+        Case::new(2, 33, 37, 4, 2, 64).packed(13).scale(0.2).sinks(),
         Case::new(1, 70, 70, 1, 1, 40).window(20).softcap(2.0),
-        Case::new(1, 20, 33, 2, 2, 33).scale(-0.3),
+        Case::new(1, 20, 33, 2, 2, 33).scale(-0.3).sinks(),
         Case::new(1, 33, 50, 3, 1, 80).packed(10).window(9),
     ];
     assert_right_everywhere(&cases, Case::run);
@@ -94,8 +96,8 @@ fn metal_tiles_are_right_in_every_mode_and_order() {
 fn metal_tiles_of_long_heads_are_right_in_every_mode_and_order() {
     let cases = [
         Case::new(1, 35, 35, 2, 1, 128).scale(0.1),
-        Case::new(1, 18, 33, 2, 1, 104).packed(17).scale(0.1),
-        Case::new(1, 18, 20, 2, 1, 256).softcap(1.5).scale(0.1),
+        Case::new(1, 18, 33, 2, 1, 104).packed(17).scale(0.1).sinks(),
+        Case::new(1, 18, 20, 2, 1, 256).softcap(1.5).scale(0.1).sinks(),
         Case::new(1, 9, 20, 1, 1, 130).window(7).scale(0.1),
     ];
     assert_right_everywhere(&cases, Case::run);
@@ -106,11 +108,11 @@ fn metal_tiles_of_long_heads_are_right_in_every_mode_and_order() {
 fn metal_few_queries_are_right_in_every_mode_and_order() {
     let cases = [
         Case::new(1, 1, 1, 4, 2, 64),
-        Case::new(2, 1, 600, 6, 2, 16),
+        Case::new(2, 1, 600, 6, 2, 16).sinks(),
         Case::new(1, 7, 300, 2, 1, 88).packed(100).scale(0.1),
-        Case::new(1, 8, 20, 9, 1, 72).scale(-0.1),
+        Case::new(1, 8, 20, 9, 1, 72).scale(-0.1).sinks(),
         Case::new(1, 2, 400, 2, 1, 200).window(270).softcap(2.0).scale(0.1),
-        Case::new(1, 3, 520, 5, 1, 33).scale(0.2),
+        Case::new(1, 3, 520, 5, 1, 33).scale(0.2).sinks(),
     ];
     assert_right_everywhere(&cases, Case::run_forward);
 }
@@ -120,9 +122,9 @@ fn metal_few_queries_are_right_in_every_mode_and_order() {
 fn metal_ranges_at_fixed_places_are_right_in_every_mode_and_order() {
     assert_right_everywhere(
         &[
-            Case::new(2, 20, 20, 4, 2, 16).scale(0.3).packed(6),
+            Case::new(2, 20, 20, 4, 2, 16).scale(0.3).packed(6).sinks(),
             Case::new(1, 17, 300, 2, 1, 64).scale(0.1).window(200).softcap(1.5),
-            Case::new(1, 9, 530, 3, 3, 33).scale(-0.2),
+            Case::new(1, 9, 530, 3, 3, 33).scale(-0.2).sinks(),
         ],
         run_invariant,
     );

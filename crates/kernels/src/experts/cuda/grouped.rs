@@ -2,7 +2,7 @@
 
 use super::MODULE;
 use crate::backend::cuda::{Array, Cuda};
-use crate::experts::grouped::{Expert, OPERATION};
+use crate::experts::grouped::{Expert, Layer, OPERATION};
 use crate::quantized::Weight;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -13,27 +13,32 @@ const COLUMNS: usize = 128;
 const SHARED: u32 = 3 * (ROWS + COLUMNS) as u32 * 64 * 2;
 /// Terms of a sum at most.
 const MOST_TERMS: usize = 2;
-/// Numbers of 64 bits of an item: the addresses of its weights, where its rows begin, and how many they are.
-const ITEM: usize = MOST_TERMS + 1;
+/// Numbers of 64 bits of an item: the addresses of its weights and its bias, where its rows begin, and how many they are.
+const ITEM: usize = MOST_TERMS + 2;
+/// Bytes of unpacked weights that there are at once.
+const MOST_UNPACKED: usize = 1 << 30;
 /// Elements that are copied at once.
 const CHUNK: usize = 8;
 
-/// What the kernel takes as it is.
+/// What the kernel takes, packed weights after they are unpacked.
 pub(crate) fn takes(x: &Tensor, experts: &[Expert], shapes: &[(usize, usize)]) -> bool {
     let fits = |(outer, inner): &(usize, usize)| {
         outer.is_multiple_of(CHUNK) && inner.is_multiple_of(CHUNK)
     };
-    let is_dense = |weight: &Weight| match weight {
-        Weight::Dense(weight) => weight.dtype() == x.dtype() && weight.is_contiguous(),
-        Weight::Quantized(_) => false,
+    let is_taken = |Layer { weight, bias }: &Layer| {
+        let is_weight = match weight {
+            Weight::Dense(weight) => weight.dtype() == x.dtype() && weight.is_contiguous(),
+            Weight::Quantized(_) => !weight.rounds_rows(),
+        };
+        is_weight && bias.is_none_or(|bias| bias.dtype() == x.dtype() && bias.is_contiguous())
     };
     matches!(x.dtype(), DType::BF16 | DType::F16)
         && shapes.iter().all(fits)
         && shapes.len() <= MOST_TERMS
-        && experts.iter().flat_map(|expert| &expert.weights).all(is_dense)
+        && experts.iter().flat_map(|expert| &expert.layers).all(is_taken)
 }
 
-/// `x·Wᵀ` for each of the experts' weights.
+/// `x·Wᵀ + b` for each of the experts' layers.
 pub(crate) fn forward(
     x: &Tensor,
     experts: &[Expert],
@@ -72,8 +77,8 @@ pub(crate) fn backward_input(
     }
 }
 
-/// The sum over terms, each a left side and which of the experts' weights it is multiplied by; `across` where the weights are
-/// `(depth, columns)`. `None` where something doesn't begin at 16 bytes.
+/// The sum over terms, each a left side and which of the experts' layers' weights it is multiplied by; `across` where the weights
+/// are `(depth, columns)`, else with the bias. `None` where something doesn't begin at 16 bytes.
 fn multiply(
     lefts: &[&Tensor],
     experts: &[Expert],
@@ -84,53 +89,88 @@ fn multiply(
     let (Some(first), true) = (lefts.first(), lefts.len() <= MOST_TERMS) else { return Ok(None) };
     let (cuda, dtype, rows) = (Cuda::of(first)?, first.dtype(), first.dim(0)?);
     let lefts = lefts.iter().map(|left| cuda.contiguous(left)).collect::<Result<Vec<Array>>>()?;
-    let mut aligned = lefts.iter().all(|left| left.pointer.is_multiple_of(16));
-    let (mut items, mut start) = (Vec::new(), 0);
-    for expert in experts {
-        let mut addresses = [0; MOST_TERMS];
-        for (address, layer) in addresses.iter_mut().zip(layers) {
-            if let Some(Weight::Dense(weight)) = expert.weights.get(*layer) {
-                let pointer = cuda.strided(weight)?.pointer;
-                aligned &= pointer.is_multiple_of(16);
-                *address = pointer as i64;
-            }
-        }
-        for first in (0..expert.rows).step_by(ROWS) {
-            let count = (expert.rows - first).min(ROWS);
-            items.extend(addresses);
-            items.push((start + first) as i64 | (count as i64) << 32);
-        }
-        start += expert.rows;
-    }
-    if !aligned {
+    let is_aligned = |pointer: u64| pointer.is_multiple_of(16);
+    if !lefts.iter().all(|left| is_aligned(left.pointer)) || !are_aligned(&cuda, experts)? {
         return Ok(None);
     }
     let y = cuda.empty((rows, columns), dtype)?;
     if rows * columns == 0 {
         return Ok(Some(y.tensor));
     }
-    let count = items.len() / ITEM;
-    let (Ok(_), Ok(tiles)) = (i32::try_from(rows), u16::try_from(count)) else {
+    if i32::try_from(rows).is_err() {
         bail!("metal-candle-kernels: {OPERATION}: {rows} rows are too many for one launch")
-    };
-    let items = cuda.upload(&items, items.len())?;
+    }
     let name = match (across, dtype) {
         (false, DType::BF16) => "experts_grouped_bf16",
         (false, _) => "experts_grouped_f16",
         (true, DType::BF16) => "experts_across_bf16",
         (true, _) => "experts_across_f16",
     };
-    let grid = (columns.div_ceil(COLUMNS) as u32, u32::from(tiles), 1);
-    let launch = MODULE.launch(&cuda, name, grid, THREADS, SHARED)?.overlapping();
-    let second = lefts.last().map_or(0, |left| left.pointer);
-    let (depth, columns, terms) = (depth as i32, columns as i32, lefts.len() as i32);
-    // SAFETY: the left sides have (rows, depth) elements, the result (rows, columns), and each weight (columns, depth), or across
-    // (depth, columns).
-    unsafe {
-        launch.with(|arguments| {
-            arguments.arg(&lefts[0].pointer).arg(&second).arg(&items.pointer).arg(&y.pointer);
-            arguments.arg(&depth).arg(&columns).arg(&terms);
-        })?;
+    let bytes = depth * columns * layers.len() * dtype.size_in_bytes();
+    let at_once = match experts.iter().flat_map(|expert| &expert.layers).any(is_packed) {
+        true => (MOST_UNPACKED / bytes.max(1)).max(1),
+        false => experts.len(),
+    };
+    let mut start = 0;
+    for experts in experts.chunks(at_once) {
+        let weights = experts.iter().flat_map(|it| layers.iter().map(|layer| it.layers[*layer]));
+        let weights = Weight::all_to_dense(weights.map(|layer| layer.weight), dtype)?;
+        let mut items = Vec::new();
+        for (expert, weights) in experts.iter().zip(weights.chunks_exact(layers.len())) {
+            let mut item = [0; ITEM];
+            for (address, weight) in item.iter_mut().zip(weights) {
+                *address = cuda.strided(weight)?.pointer as i64;
+            }
+            if let (false, Some(bias)) = (across, expert.layers[layers[0]].bias) {
+                item[MOST_TERMS] = cuda.strided(bias)?.pointer as i64;
+            }
+            for first in (0..expert.rows).step_by(ROWS) {
+                let count = (expert.rows - first).min(ROWS);
+                item[ITEM - 1] = (start + first) as i64 | (count as i64) << 32;
+                items.extend(item);
+            }
+            start += expert.rows;
+        }
+        if items.is_empty() {
+            continue;
+        }
+        let Ok(tiles) = u16::try_from(items.len() / ITEM) else {
+            bail!("metal-candle-kernels: {OPERATION}: {rows} rows are too many for one launch")
+        };
+        let items = cuda.upload(&items, items.len())?;
+        let grid = (columns.div_ceil(COLUMNS) as u32, u32::from(tiles), 1);
+        let launch = MODULE.launch(&cuda, name, grid, THREADS, SHARED)?.overlapping();
+        let second = lefts.last().map_or(0, |left| left.pointer);
+        let (depth, columns, terms) = (depth as i32, columns as i32, lefts.len() as i32);
+        // SAFETY: the left sides have (rows, depth) elements, the result (rows, columns), each weight (columns, depth), or across
+        // (depth, columns), and a bias (columns).
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&lefts[0].pointer).arg(&second).arg(&items.pointer).arg(&y.pointer);
+                arguments.arg(&depth).arg(&columns).arg(&terms);
+            })?;
+        }
     }
     Ok(Some(y.tensor))
+}
+
+fn is_packed(layer: &Layer) -> bool {
+    matches!(layer.weight, Weight::Quantized(_))
+}
+
+/// Whether dense weights begin at 16 bytes, and biases at pairs.
+fn are_aligned(cuda: &Cuda, experts: &[Expert]) -> Result<bool> {
+    for Layer { weight, bias } in experts.iter().flat_map(|expert| &expert.layers) {
+        if let Weight::Dense(weight) = weight
+            && !cuda.strided(weight)?.pointer.is_multiple_of(16)
+        {
+            return Ok(false);
+        }
+        if let Some(bias) = bias
+            && !cuda.strided(bias)?.pointer.is_multiple_of(4)
+        {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }

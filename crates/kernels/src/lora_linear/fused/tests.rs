@@ -8,7 +8,8 @@ use crate::testing::*;
 use candle_core::{DType, Device, Result, Tensor};
 
 const EPS: f64 = 1e-5;
-const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::GeluTanh, Activation::Gelu];
+const ACTIVATIONS: [Activation; 4] =
+    [Activation::Silu, Activation::GeluTanh, Activation::Gelu, Activation::Clamped];
 
 #[derive(Clone)]
 enum Matrix {

@@ -3,7 +3,7 @@
 use super::{Architecture, mistral};
 use crate::Result;
 use crate::model::config::keys::Keys;
-use crate::model::config::{Config, Defaults, ExpertNames, ExpertsConfig, Window};
+use crate::model::config::{Config, Defaults, ExpertNames, ExpertsConfig, StackedExperts, Window};
 
 pub(super) static FAMILY: Architecture = Architecture {
     name: "Mixtral",
@@ -13,8 +13,12 @@ pub(super) static FAMILY: Architecture = Architecture {
     read,
 };
 
-static NAMES: ExpertNames =
-    ExpertNames { module: "block_sparse_moe", projections: ["w1", "w3", "w2"] };
+static NAMES: ExpertNames = ExpertNames {
+    module: "block_sparse_moe",
+    router: "gate",
+    projections: ["w1", "w3", "w2"],
+    stacked: StackedExperts { mlx: "switch_mlp", interleaved: false },
+};
 
 fn read(keys: Keys) -> Result<Config> {
     let defaults = Defaults { rms_norm_eps: 1e-5, rope_theta: 1e6, ..mistral::DEFAULTS };

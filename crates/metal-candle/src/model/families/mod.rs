@@ -6,6 +6,7 @@
 
 mod gemma2;
 mod gemma3;
+mod gpt_oss;
 mod granite;
 mod llama;
 mod ministral;
@@ -51,7 +52,7 @@ impl Eq for Architecture {}
 
 impl Architecture {
     /// Every supported family.
-    pub const ALL: [&'static Self; 14] = [
+    pub const ALL: [&'static Self; 15] = [
         &llama::FAMILY,
         &mistral::FAMILY,
         &mixtral::FAMILY,
@@ -66,6 +67,7 @@ impl Architecture {
         &smollm3::FAMILY,
         &olmo2::FAMILY,
         &granite::FAMILY,
+        &gpt_oss::FAMILY,
     ];
 
     /// The `model_type` in `config.json`.

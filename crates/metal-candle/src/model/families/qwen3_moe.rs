@@ -6,7 +6,7 @@ use super::{Architecture, qwen2};
 use crate::Result;
 use crate::model::config::keys::Keys;
 use crate::model::config::{
-    Config, Defaults, ExpertNames, ExpertsConfig, MAX_LAYERS, QueryKeyNorm, Window,
+    Config, Defaults, ExpertNames, ExpertsConfig, MAX_LAYERS, QueryKeyNorm, StackedExperts, Window,
 };
 
 pub(super) static FAMILY: Architecture = Architecture {
@@ -17,8 +17,12 @@ pub(super) static FAMILY: Architecture = Architecture {
     read,
 };
 
-static NAMES: ExpertNames =
-    ExpertNames { module: "mlp", projections: ["gate_proj", "up_proj", "down_proj"] };
+static NAMES: ExpertNames = ExpertNames {
+    module: "mlp",
+    router: "gate",
+    projections: ["gate_proj", "up_proj", "down_proj"],
+    stacked: StackedExperts { mlx: "switch_mlp", interleaved: false },
+};
 
 fn read(keys: Keys) -> Result<Config> {
     let defaults = Defaults {

@@ -29,6 +29,8 @@ pub(crate) enum Checkpoint {
     Gptq(gptq::Config),
     /// The elements of a group, or a row.
     Awq(Option<usize>),
+    /// Of experts alone, as gpt-oss has them: see [`experts`](super::experts).
+    Mxfp4,
 }
 
 /// What MLX says of all layers or one.
@@ -131,9 +133,10 @@ impl Checkpoint {
                     other => Err(format!("version is {:?}; gemm is supported", cut(other))),
                 }
             }),
+            Some("mxfp4") => Ok(Self::Mxfp4),
             Some(other) => Err(format!(
-                "quant_method is {:?}; bitsandbytes (4 bits), MLX's, fp8, compressed-tensors (8 bits), gptq and \
-                 awq are supported",
+                "quant_method is {:?}; bitsandbytes (4 bits), MLX's, fp8, compressed-tensors (8 bits), gptq, awq \
+                 and mxfp4 are supported",
                 cut(other)
             )),
         };

@@ -1,13 +1,9 @@
 //! MLX's quantised matrices: `weight` `(out, in·bits/32)` u32, whose codes begin at the lowest bits, `scales` `(out, in/group)`
 //! and, in mode `affine`, `biases`.
 
-use super::checkpoint::Checkpoint;
 use super::{
     Parsed, Part, Stored, assembled, bytes_of, bytes_tensor, on_host, required, stored_floats,
 };
-use crate::Result;
-use crate::model::Weights;
-use crate::model::config::ExpertsConfig;
 use candle_core::Tensor;
 use metal_candle_kernels::quantized::{E2M1, Levels, Quantized, Scales};
 use serde_json::{Map, Value};
@@ -136,53 +132,6 @@ pub(crate) fn write(mode: Mode, matrix: &Quantized) -> Parsed<Vec<Part>> {
         bytes: bytes_of(matrix.codes())?,
     };
     Ok([weight].into_iter().chain(scales).collect())
-}
-
-/// What mlx-lm calls the projections of all experts of a layer.
-const STACK: &str = "switch_mlp";
-const STACKED: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-
-/// The tensor of mlx-lm that has a part of an expert's matrix among those of the others.
-pub(crate) fn stacked(experts: &ExpertsConfig, name: &str) -> Option<String> {
-    let (layer, place, part) = experts.split(name)?;
-    Some(format!("{layer}.{}.{STACK}.{}.{part}", experts.names.module, STACKED[place]))
-}
-
-/// The names of the experts' parts in a tensor of mlx-lm that has them all, or in a path that stands for all.
-fn apart<'n>(experts: &'n ExpertsConfig, name: &'n str) -> Option<impl Fn(usize) -> String + 'n> {
-    let module = experts.names.module;
-    let (layer, rest) = name.split_once(&format!(".{module}.{STACK}."))?;
-    let (projection, part) = match rest.split_once('.') {
-        Some((projection, part)) => (projection, format!(".{part}")),
-        None => (rest, String::new()),
-    };
-    let place = STACKED.iter().position(|it| *it == projection)?;
-    let projection = experts.names.projections[place];
-    Some(move |expert| format!("{layer}.{module}.experts.{expert}.{projection}{part}"))
-}
-
-/// Takes tensors of all experts of a layer apart, and what is said of them.
-pub(crate) fn unstack(
-    experts: &ExpertsConfig,
-    weights: &mut Weights,
-    checkpoint: &mut Checkpoint,
-) -> Result<()> {
-    let names: Vec<String> = weights.names().map(String::from).collect();
-    for name in &names {
-        if let Some(of_expert) = apart(experts, name) {
-            weights.unstack(name, experts.count, of_expert)?;
-        }
-    }
-    if let Checkpoint::Mlx { layers, .. } = checkpoint {
-        let said: Vec<(String, Mode)> =
-            layers.iter().map(|(path, mode)| (path.clone(), *mode)).collect();
-        for (path, mode) in &said {
-            if let Some(of_expert) = apart(experts, path) {
-                layers.extend((0..experts.count).map(|expert| (of_expert(expert), *mode)));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Says beside keys of transformers 5 that most models of mlx-lm know nothing of what they say in those that came before

@@ -4,6 +4,7 @@
 pub(crate) mod awq;
 pub(crate) mod bitsandbytes;
 pub(crate) mod checkpoint;
+pub(crate) mod experts;
 pub(crate) mod fp8;
 pub(crate) mod gguf_blocks;
 pub(crate) mod gptq;

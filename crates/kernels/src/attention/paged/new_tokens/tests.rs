@@ -1,4 +1,5 @@
 use super::{NewTokens, forward_paged_new};
+use crate::attention::tests::some_sinks;
 use crate::attention::{Options, Sequence, Sequences, forward_paged};
 use crate::copy::{NOWHERE, write_rows_both};
 use crate::rope;
@@ -66,12 +67,17 @@ impl Case {
             angles: [angle(2).cos().unwrap(), angle(2).sin().unwrap()],
             places: Tensor::new(places, &Device::Cpu).unwrap(),
             pools: [random(&shape, 3), random(&shape, 4)],
-            options: Options { scale: 0.3, softcap: None, window: None },
+            options: Options { scale: 0.3, softcap: None, window: None, sinks: None },
         }
     }
 
     fn options(self, softcap: Option<f64>, window: Option<usize>) -> Case {
         Case { options: Options { softcap, window, ..self.options }, ..self }
+    }
+
+    fn sinks(mut self) -> Case {
+        self.options.sinks = some_sinks(self.rows[0].dim(2).unwrap());
+        self
     }
 
     fn on(&self, device: &Device, dtype: DType) -> Case {
@@ -89,7 +95,7 @@ impl Case {
             pools: self.pools.each_ref().map(to),
             tables: self.tables.clone(),
             keys: self.keys.clone(),
-            options: self.options,
+            options: self.options.map_sinks(to),
             ..*self
         }
     }
@@ -142,7 +148,7 @@ impl Case {
 
 #[test]
 fn it_gives_what_its_parts_do() {
-    let case = Case::new(&[1, 17, 40, 5], 4, [6, 2], 12, 4).options(Some(3.0), Some(9));
+    let case = Case::new(&[1, 17, 40, 5], 4, [6, 2], 12, 4).options(Some(3.0), Some(9)).sinks();
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
         let case = case.on(&Device::Cpu, dtype);
         case.check();
@@ -221,9 +227,10 @@ mod cuda {
                 let new = |keys| Case::new(keys, block, heads, head_dim, half);
                 let cases = [
                     new(keys),
-                    new(keys).options(None, Some(100)),
+                    new(keys).options(None, Some(100)).sinks(),
                     new(keys).options(None, Some(1472)),
-                    new(keys).options(Some(2.0), None),
+                    new(keys).options(Some(2.0), None).sinks(),
+                    new(keys).sinks(),
                     new(&[20, 3]),
                 ];
                 for (index, case) in cases.iter().enumerate() {

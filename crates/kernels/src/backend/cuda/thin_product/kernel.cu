@@ -140,7 +140,7 @@ __device__ __forceinline__ void thin_products(const Products &p) {
         auto as_stored = [](float x) { return to_float(from_float<T>(x)); };
         auto unit = [&](int column, int n, int i) {
             const float up = as_stored(biased(p.outputs[1], column, n + HALF / 8, i));
-            return activated(as_stored(biased(to, column, n, i)), p.gate - 1) * up;
+            return gated(as_stored(biased(to, column, n, i)), up, p.gate - 1);
         };
         auto write = [&](int column, int half, float low, float high) {
             const int at = row + half * 8;

@@ -145,7 +145,9 @@ fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
         let wide = contiguous(&[3, 4, 90], 1, dtype, device);
         let (gate, up) = (wide.narrow(2, 0, 41).unwrap(), wide.narrow(2, 45, 41).unwrap());
         let d_out = input(&[3, 4, 41], 2, dtype, device);
-        for activation in [Activation::Silu, Activation::GeluTanh, Activation::Gelu] {
+        for activation in
+            [Activation::Silu, Activation::GeluTanh, Activation::Gelu, Activation::Clamped]
+        {
             results.push(glu::forward(&gate, &up, activation).unwrap());
             for (dgate, dup) in [(true, true), (true, false), (false, true)] {
                 let (dgate, dup) =
@@ -235,7 +237,8 @@ fn metal_host_of_attention_agrees_with_the_kernels() {
             let (k, v) = (transposed(2, 13, 3), transposed(2, 13, 4));
             let first_key = Tensor::full(2u32, (queries, 1), device).unwrap();
             let first_key = first_key.t().unwrap();
-            let options = attention::Options { scale: 0.3, softcap: Some(2.0), window: Some(7) };
+            let options =
+                attention::Options { scale: 0.3, softcap: Some(2.0), window: Some(7), sinks: None };
             let (o, log_sum_exp) =
                 attention::forward(&q, &k, &v, Some(&first_key), &options).unwrap();
             let (dq, dk, dv) =

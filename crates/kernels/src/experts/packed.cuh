@@ -1,0 +1,65 @@
+// Products of single rows with matrices in fewer bits that a table describes. The numbers are those of numbers.cuh, but that the
+// scale of eight neighbours is multiplied by their sum.
+#pragma once
+
+#include "../quantized/numbers.cuh"
+
+/// Of some matrices what all threads of a block read.
+template <int MATRICES> struct Shared {
+    Packed at[MATRICES];
+
+    __device__ __forceinline__ void copy(const Packed *from) {
+        static_assert(sizeof(Packed) % 4 == 0, "whole words");
+        for (int i = threadIdx.x; i < int(MATRICES * sizeof(Packed) / 4); i += blockDim.x)
+            reinterpret_cast<uint32_t *>(at)[i] = reinterpret_cast<const uint32_t *>(from)[i];
+    }
+};
+
+/// The products of the block's row, which is in shared memory, with the warp's `COLUMNS` rows of `MATRICES` matrices from
+/// `column` on, which may lie beyond the end.
+template <int BITS, int KIND, int MATRICES, int COLUMNS, typename T>
+__device__ __forceinline__ void packed_dots(const T *row, const Packed (&weights)[MATRICES], int inner, int outer,
+                                            int column, float (&sums)[MATRICES][COLUMNS]) {
+    constexpr int N = Pack<T>::N;
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) sums[m][c] = 0.0f;
+    }
+#pragma unroll 2
+    for (int i = (threadIdx.x % WARP) * 8; i < inner; i += WARP * 8) {
+        float x[8], total = 0.0f;
+#pragma unroll
+        for (int part = 0; part < 8; part += N) {
+            const Pack<T> pack = load_pack(row + i + part);
+#pragma unroll
+            for (int n = 0; n < N; n++) x[part + n] = to_float(pack.at[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < 8; n++) total += x[n];
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) {
+            const Packed &q = weights[m];
+            const float zero = zero_of(q);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                const int64_t element = int64_t(min(column + c, outer - 1)) * inner + i;
+                const uint64_t codes = eight_codes<BITS>(q, uint32_t(element / 8));
+                const ScaleAndOffset scale =
+                    scale_of(q, q.shift >= 0 ? element >> q.shift : element / q.group, element);
+                float sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    const uint32_t code = codes >> (n * BITS) & ((1u << BITS) - 1);
+                    sum = fmaf(level_of<KIND>(code, zero, q.levels), x[n], sum);
+                }
+                sums[m][c] = fmaf(scale.scale, sum, fmaf(scale.offset, total, sums[m][c]));
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) sums[m][c] = warp_sum(sums[m][c]);
+    }
+}
