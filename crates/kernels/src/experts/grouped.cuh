@@ -23,6 +23,40 @@ template <int CHUNKS> __device__ __forceinline__ uint32_t chunk_at(int row, int 
     return (row * CHUNKS + (chunk ^ (row & 7))) * 16;
 }
 
+/// Adds the products of the left and the right tile that follow each other at `stage`: a warp has 32 rows and 32 columns.
+template <typename T, bool ACROSS>
+__device__ __forceinline__ void multiply_tiles(float (&sums)[2][4][4], uint32_t stage, int warp_row,
+                                               int warp_column, int lane) {
+    const int tile = lane / 8, of_tile = lane % 8;
+#pragma unroll
+    for (int k = 0; k < GROUP_DEPTH / 16; k++) {
+        uint32_t a[2][4], b[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int r = warp_row + m * 16 + tile % 2 * 8 + of_tile;
+            load_tiles(a[m], stage + chunk_at<8>(r, k * 2 + tile / 2));
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int column = warp_column + n * 16 + tile / 2 * 8;
+            if constexpr (ACROSS) {
+                const int r = k * 16 + tile % 2 * 8 + of_tile;
+                load_tiles_transposed(b[n],
+                                      stage + LEFT_BYTES + chunk_at<GROUP_COLUMNS / 8>(r, column / 8));
+            } else {
+                load_tiles(b[n],
+                           stage + LEFT_BYTES + chunk_at<8>(column + of_tile, k * 2 + tile % 2));
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                multiply_add<T>(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+        }
+    }
+}
+
 /// `y = Σ left·weightᵀ`, or with `ACROSS` `Σ left·weight`, over `terms` of both: `left` `(rows, depth)`, weights `(columns, depth)`
 /// or `(depth, columns)`, all of whole chunks.
 template <typename T, bool ACROSS>
@@ -74,7 +108,6 @@ __device__ __forceinline__ void multiply_groups(const T *left0, const T *left1, 
         if (step < steps) copy_tiles(step);
         copy_async_commit();
     }
-    const int tile = lane / 8, of_tile = lane % 8;
     for (int step = 0; step < steps; step++) {
         copy_async_wait<GROUP_STAGES - 2>();
         // All have the tiles, and are done with those that are overwritten.
@@ -82,33 +115,7 @@ __device__ __forceinline__ void multiply_groups(const T *left0, const T *left1, 
         if (step + GROUP_STAGES - 1 < steps) copy_tiles(step + GROUP_STAGES - 1);
         copy_async_commit();
         const uint32_t stage = shared + step % GROUP_STAGES * (LEFT_BYTES + RIGHT_BYTES);
-#pragma unroll
-        for (int k = 0; k < GROUP_DEPTH / 16; k++) {
-            uint32_t a[2][4], b[2][4];
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int r = warp_row + m * 16 + tile % 2 * 8 + of_tile;
-                load_tiles(a[m], stage + chunk_at<8>(r, k * 2 + tile / 2));
-            }
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const int column = warp_column + n * 16 + tile / 2 * 8;
-                if constexpr (ACROSS) {
-                    const int r = k * 16 + tile % 2 * 8 + of_tile;
-                    load_tiles_transposed(b[n], stage + LEFT_BYTES +
-                                                    chunk_at<GROUP_COLUMNS / 8>(r, column / 8));
-                } else {
-                    load_tiles(b[n], stage + LEFT_BYTES +
-                                         chunk_at<8>(column + of_tile, k * 2 + tile % 2));
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    multiply_add<T>(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-            }
-        }
+        multiply_tiles<T, ACROSS>(sums, stage, warp_row, warp_column, lane);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {

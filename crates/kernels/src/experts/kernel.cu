@@ -4,6 +4,7 @@
 #include "../glu/activation.cuh"
 #include "grouped.cuh"
 #include "packed.cuh"
+#include "sorted.cuh"
 #include "rows.cuh"
 #include "vector.cuh"
 

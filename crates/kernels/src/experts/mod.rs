@@ -9,18 +9,18 @@
 //! dy[places[t, j]] = w[t, j]·dout[t]      dw[t, j] = dout[t]·y[places[t, j]]
 //! ```
 //!
-//! The host chooses, whatever the device: it has to know how many rows each expert has. Where there are few rows, a CUDA
-//! device does all of it by itself ([`few`]).
+//! The host chooses, whatever the device: it has to know how many rows each expert has. Where no gradient is
+//! wanted, a CUDA device does all of it by itself ([`routed`]).
 
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-// Only CUDA makes layers of them.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub mod few;
 pub mod grouped;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
+// Only CUDA makes layers of them.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub mod routed;
 #[cfg(test)]
 mod tests;
 

@@ -421,7 +421,7 @@ fn wrong_groups_are_refused() {
 mod cuda {
     use super::*;
     use crate::glu::{self, Activation};
-    use few::{Expert, Layer, MOST_TOKENS, Matrix, Options};
+    use routed::{Expert, Layer, Matrix, Options};
 
     /// A layer's experts and what is asked of them, all on the CPU.
     struct Problem {
@@ -528,7 +528,8 @@ mod cuda {
                 weights.iter().zip(&biases).map(|(it, biases)| expert_of(it, biases)).collect();
             let dtype = self.x.dtype();
             let layer = Layer::new(&experts, dtype).unwrap();
-            assert_eq!(layer.is_some(), few::takes(&experts, dtype).unwrap());
+            let most = routed::most_tokens(&experts, dtype).unwrap();
+            assert_eq!(layer.as_ref().map(Layer::most_tokens), most);
             if let Some(layer) = &layer {
                 assert!(layer.has(&experts, dtype) && !layer.has(&experts[1..], dtype));
                 let mut other = experts.clone();
@@ -605,7 +606,7 @@ mod cuda {
         }
     }
 
-    const PACKED: [Format; 7] = [
+    const PACKED: [Format; 9] = [
         Format::Nf4 { block: 64, nested: true },
         Format::Mxfp4,
         Format::Q4K,
@@ -613,6 +614,8 @@ mod cuda {
         Format::Q8_0,
         Format::Affine { bits: 3, group: 64 },
         Format::Mxfp8,
+        Format::Affine { bits: 2, group: 64 },
+        Format::Q5K,
     ];
 
     #[test]
@@ -658,7 +661,7 @@ mod cuda {
         for (sizes, active) in [
             ([1, 128, 2048, 768], 8),
             ([5, 6, 64, 24], 2),
-            ([MOST_TOKENS, 33, 72, 40], 4),
+            ([32, 33, 72, 40], 4),
             ([3, 4, 8, 8], 4),
             ([2, 1000, 16, 8], 1),
         ] {
@@ -679,12 +682,48 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
-    fn cuda_few_tokens_read_packed_experts() {
+    fn cuda_many_tokens_have_the_experts_and_sums_of_many() {
+        let device = crate::testing::cuda();
+        for (sizes, active) in [
+            ([33, 6, 64, 24], 2),
+            ([200, 128, 256, 768], 8),
+            ([700, 33, 72, 40], 4),
+            ([64, 4, 8, 8], 4),
+            ([1000, 1000, 16, 8], 1),
+            ([1500, 2, 136, 200], 1),
+        ] {
+            for (dtype, tolerance) in
+                PRECISIONS.into_iter().filter(|(dtype, _)| *dtype != DType::F32)
+            {
+                let options = Options { active, normalized: true, activation: Activation::Silu };
+                let problem = Problem::new(sizes, options, dtype);
+                problem.assert_right(&device, 4.0 * tolerance);
+                let options = Options { activation: Activation::Clamped, ..options };
+                let problem = Problem { options, ..problem };
+                problem.biased().assert_right(&device, 4.0 * tolerance);
+            }
+        }
+        // f32 has no such kernels.
+        let options = Options { active: 2, normalized: true, activation: Activation::Silu };
+        let single = Problem::new([33, 6, 64, 24], options, DType::F32);
+        let layer = single.layer(&device).unwrap();
+        let (x, logits) = (there(&single.x, &device), there(&single.logits, &device));
+        let error = message(layer.forward(&x, &logits, options));
+        assert!(error.contains("expected at most 32 tokens"), "{error}");
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_tokens_read_packed_experts() {
         let device = crate::testing::cuda();
         for (index, format) in PACKED.into_iter().enumerate() {
             let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
             let options = Options { active: 3, normalized: true, activation: Activation::Clamped };
-            for sizes in [[1, 5, 256, 512], [7, 5, 768, 256]] {
+            for sizes in [[1, 5, 256, 512], [7, 5, 768, 256], [60, 5, 256, 512], [300, 7, 512, 256]]
+            {
+                // f32 has none for so many.
+                let dtype = if sizes[0] > 32 && dtype == DType::F32 { DType::F16 } else { dtype };
+                let tolerance = if sizes[0] > 32 { tolerance.max(2e-3) } else { tolerance };
                 let back = PACKED[(index + 1) % PACKED.len()];
                 let problem = Problem::new(sizes, options, dtype).packed([format, back]);
                 problem.assert_right(&device, 8.0 * tolerance);

@@ -96,8 +96,8 @@ __device__ __forceinline__ uint32_t load_bytes(const void *address, int64_t inde
     return __ldg(static_cast<const uint8_t *>(address) + index);
 }
 
-/// Of group `group`, of which `element` is one.
-__device__ __forceinline__ ScaleAndOffset scale_of(const Packed &q, int64_t group, int64_t element) {
+/// What is stored of group `group`, of which `element` is one.
+__device__ __forceinline__ StoredScale stored_scale(const Packed &q, int64_t group, int64_t element) {
     StoredScale stored{};
     const int bytes = scale_bytes(q);
     stored.scale = load_bytes(q.scales, group, bytes);
@@ -108,7 +108,12 @@ __device__ __forceinline__ ScaleAndOffset scale_of(const Packed &q, int64_t grou
         if (q.offsets != nullptr)
             stored.large_offset = load_bytes(q.large_offsets, element / OF_BLOCK, 2);
     }
-    return decoded(q, stored);
+    return stored;
+}
+
+/// What that stands for.
+__device__ __forceinline__ ScaleAndOffset scale_of(const Packed &q, int64_t group, int64_t element) {
+    return decoded(q, stored_scale(q, group, element));
 }
 
 /// What a code stands for. `table` has the levels where there are such.

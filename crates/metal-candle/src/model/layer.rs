@@ -88,9 +88,9 @@ pub(crate) struct Experts {
     /// Into a logit for each expert.
     pub router: Linear,
     pub experts: Vec<Expert>,
-    pub options: experts::few::Options,
-    /// As a GPU reads them for a few tokens, once they have been.
-    pub few: Mutex<Option<Arc<experts::few::Layer>>>,
+    pub options: experts::routed::Options,
+    /// As a GPU reads them by itself, once it has.
+    pub routed: Mutex<Option<Arc<experts::routed::Layer>>>,
 }
 
 #[derive(Debug)]
@@ -107,7 +107,7 @@ impl Expert {
     }
 
     /// Its weights where they are on the model's device.
-    pub fn held<'w>(&self, weights: &'w FrozenWeights) -> Option<experts::few::Expert<'w>> {
+    pub fn held<'w>(&self, weights: &'w FrozenWeights) -> Option<experts::routed::Expert<'w>> {
         let weight = |layer: &Linear| match weights.storage(layer.weight) {
             Storage::Dense(tensor) => Some(Weight::Dense(tensor)),
             Storage::Quantized(quantized) => Some(Weight::Quantized(quantized)),
@@ -125,7 +125,7 @@ impl Expert {
             .iter()
             .zip(self.layers())
             .all(|(bias, layer)| bias.is_some() == layer.bias.is_some());
-        has_all.then_some(experts::few::Expert { weights, biases })
+        has_all.then_some(experts::routed::Expert { weights, biases })
     }
 }
 
@@ -308,8 +308,8 @@ impl Builder<'_> {
         let all = (0..config.count).map(expert).collect::<Result<_>>()?;
         let ExpertsConfig { active, normalized, .. } = *config;
         let options =
-            experts::few::Options { active, normalized, activation: self.config.activation };
-        Ok(Experts { router, experts: all, options, few: Mutex::new(None) })
+            experts::routed::Options { active, normalized, activation: self.config.activation };
+        Ok(Experts { router, experts: all, options, routed: Mutex::new(None) })
     }
 
     /// A number for each head of a layer, of which a rank has those of its heads.

@@ -29,7 +29,7 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use layer::{Builder, Experts, FeedForward, Kind, Layer, Linear, Norm, Source};
-use metal_candle_kernels::experts::few;
+use metal_candle_kernels::experts::routed;
 use metal_candle_kernels::quantized::Weight;
 use placement::Away;
 use rope::RopeTables;
@@ -303,20 +303,19 @@ impl Model {
         }) || self.ranks.iter().any(|rank| rank.is_quantized())
     }
 
-    /// Whether its device chooses the experts of a few tokens without the host.
-    pub(crate) fn chooses_by_itself(&self) -> bool {
-        let takes = |experts: &Experts| {
+    /// Of how many tokens its device chooses the experts without the host; `None` where it has no experts.
+    pub(crate) fn tokens_without_host(&self) -> Option<usize> {
+        self.config.experts.as_ref()?;
+        let of_layer = |experts: &Experts| {
             let held: Option<Vec<_>> =
                 experts.experts.iter().map(|expert| expert.held(&self.weights)).collect();
-            held.is_some_and(|held: Vec<_>| few::takes(&held, self.dtype).unwrap_or(false))
+            routed::most_tokens(&held?, self.dtype).ok()?
         };
-        let takes_layer = |layer: &Layer| match &layer.feed_forward {
-            FeedForward::Mlp(_) => true,
-            FeedForward::Experts(experts) => takes(experts),
-        };
-        self.device.is_cuda()
-            && self.config.experts.is_some()
-            && self.layers.iter().all(|it| takes_layer(it))
+        let layers = self.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            FeedForward::Mlp(_) => None,
+            FeedForward::Experts(experts) => Some(of_layer(experts).unwrap_or(0)),
+        });
+        Some(layers.min().filter(|_| self.device.is_cuda()).unwrap_or(0))
     }
 
     /// Whether matrices of its layers lie elsewhere than on its device, and come to it for their layer alone. Such a

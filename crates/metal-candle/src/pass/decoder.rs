@@ -12,7 +12,7 @@ use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::experts::Dispatch;
-use metal_candle_kernels::experts::few::Options;
+use metal_candle_kernels::experts::routed::Options;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::recording;
 use std::sync::Arc;
@@ -275,7 +275,7 @@ impl Experts {
         let logits = linear::forward_router(&self.router, tape, &normed, pass)?;
         let logits = tape.reshape(&logits, (tokens, self.router.output))?;
         let rows = tape.reshape(&normed, (tokens, hidden))?;
-        let added = match linear::forward_few_experts(self, tape, [&rows, &logits], pass)? {
+        let added = match linear::forward_routed_experts(self, tape, [&rows, &logits], pass)? {
             Some(added) => added,
             None => self.forward_by_host(tape, [&rows, &logits], pass)?,
         };

@@ -10,7 +10,7 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::DType;
 use metal_candle_kernels::batch_invariance;
-use metal_candle_kernels::experts::few;
+use metal_candle_kernels::experts::routed;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
 use std::sync::{Arc, PoisonError};
@@ -69,9 +69,9 @@ pub(super) fn forward_experts(
     only(tape.grouped(&tape.glu(&gate, &up, activation)?, &back)?)
 }
 
-/// What the experts of a few tokens add up to, where the device alone chooses them: `x (tokens, hidden)` and their logits
+/// What the experts of each token add up to, where the device alone chooses them: `x (tokens, hidden)` and their logits
 /// `(tokens, experts)`. `None` where that isn't computed so.
-pub(super) fn forward_few_experts(
+pub(super) fn forward_routed_experts(
     experts: &Experts,
     tape: &Tape,
     [x, logits]: [&Value; 2],
@@ -80,7 +80,6 @@ pub(super) fn forward_few_experts(
     let (x, logits) = (x.tensor(), logits.tensor());
     let replaces = |adapter: &Adapter| experts.experts.iter().any(|it| it.is_replaced(adapter));
     let is_possible = x.device().is_cuda()
-        && x.dim(0)? <= few::MOST_TOKENS
         && tape.computes_once()
         && !batch_invariance::is_on()
         && match pass.adapters.in_common(replaces) {
@@ -93,15 +92,18 @@ pub(super) fn forward_few_experts(
     let held: Option<Vec<_>> =
         experts.experts.iter().map(|expert| expert.held(&pass.weights)).collect();
     let Some(held) = held else { return Ok(None) };
-    let known = || experts.few.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || experts.routed.lock().unwrap_or_else(PoisonError::into_inner);
     let layer = known().as_ref().filter(|layer| layer.has(&held, x.dtype())).cloned();
     let layer = match layer {
         Some(layer) => layer,
         None => {
-            let Some(layer) = few::Layer::new(&held, x.dtype())? else { return Ok(None) };
+            let Some(layer) = routed::Layer::new(&held, x.dtype())? else { return Ok(None) };
             known().insert(Arc::new(layer)).clone()
         }
     };
+    if x.dim(0)? > layer.most_tokens() {
+        return Ok(None);
+    }
     Ok(Some(tape.constant(layer.forward(x, logits, experts.options)?)))
 }
 

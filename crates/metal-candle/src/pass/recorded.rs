@@ -6,7 +6,6 @@ use crate::adapter::{Adapter, AdapterVersion};
 use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
-use metal_candle_kernels::experts::few;
 use metal_candle_kernels::recording::Recording;
 use std::sync::{Arc, Weak};
 
@@ -156,10 +155,10 @@ impl Recordings {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model, cache)?;
-        let most = *self.most_rows.get_or_insert_with(|| match model.config().experts {
+        let most = *self.most_rows.get_or_insert_with(|| match model.tokens_without_host() {
             None => usize::MAX,
-            Some(_) if model.chooses_by_itself() && !cache.batch_invariant => few::MOST_TOKENS,
-            Some(_) => 0,
+            Some(_) if cache.batch_invariant => 0,
+            Some(most) => most,
         });
         let shape = shape.filter(|shape| shape.rows <= most);
         // Recordings hold what adapters that are gone were laid out as.

@@ -4,8 +4,8 @@ use crate::backend::cuda::{ANY_THREADS, Cuda, Module, by_dtype, module, require_
 use crate::experts::{COMBINE, Gradients};
 use candle_core::{DType, Result, Tensor};
 
-pub(super) mod few;
 pub(super) mod grouped;
+pub(super) mod routed;
 
 static MODULE: Module = module!("experts");
 

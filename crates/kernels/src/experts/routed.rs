@@ -1,21 +1,25 @@
-//! The experts of a layer for a few tokens on CUDA, where the device alone decides which of them a token has: nothing goes
-//! through the host, so such work can be recorded.
+//! The experts of a layer on CUDA, where the device alone decides which of them a token has: nothing goes through the host, so
+//! such work can be recorded. Of a few tokens each choice's row is multiplied by itself; those of more are put into the order of
+//! experts, and multiplied tile by tile.
 
 use crate::backend::{require_dtype, require_rank, require_shape, require_together};
 use crate::glu::Activation;
 use crate::quantized::{Levels, Quantized, Weight};
 use candle_core::{DType, Result, Tensor, bail};
 
-pub(super) const OPERATION: &str = "experts::few";
+pub(super) const OPERATION: &str = "experts::routed";
 
-/// Tokens of a call at most.
-pub const MOST_TOKENS: usize = 32;
+/// Tokens of a call at most, where rows aren't put into the order of experts.
+const FEW_TOKENS: usize = 32;
+/// And where they are.
+const MANY_TOKENS: usize = 8192;
 /// Experts of a layer at most.
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of a row of `x` or of a gated unit at most, which a block keeps.
 const MOST_BYTES: usize = 32 << 10;
-/// Codes that a thread takes at once.
+/// Codes that a thread takes at once of a few tokens' matrices, and of many's.
 const CODES: usize = 8;
+const MANY_CODES: usize = 32;
 
 /// An expert, whose matrices lead into its gate and value, `(width, hidden)` each, and back, `(hidden, width)`.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +40,8 @@ pub struct Layer {
     pub(super) forms: [Form; 2],
     /// `[hidden, width]`
     pub(super) sizes: [usize; 2],
+    /// Tokens of a call at most.
+    pub(super) most: usize,
     /// What the device knows of the matrices: addresses, or descriptions of packed ones.
     pub(super) tables: [Tensor; 2],
     /// The addresses of biases, if there are any.
@@ -127,8 +133,18 @@ impl Form {
     }
 }
 
-/// How the matrices of experts are held, `[hidden, width]`; `None` where they have sizes or numbers that kernels aren't for.
-fn described(experts: &[Expert], dtype: DType) -> Result<Option<([Form; 2], [usize; 2])>> {
+/// What kernels have to know of experts.
+pub(super) struct Described {
+    /// How the matrices are held: those into gates and values, and those back.
+    pub forms: [Form; 2],
+    /// `[hidden, width]`
+    pub sizes: [usize; 2],
+    /// Tokens of a call at most.
+    pub most: usize,
+}
+
+/// `None` where experts have sizes or numbers that kernels aren't for.
+fn described(experts: &[Expert], dtype: DType) -> Result<Option<Described>> {
     let Some(Expert { weights: [first, ..], .. }) = experts.first() else { return Ok(None) };
     let (width, hidden) = first.shape()?;
     let size = dtype.size_in_bytes();
@@ -143,18 +159,24 @@ fn described(experts: &[Expert], dtype: DType) -> Result<Option<([Form; 2], [usi
     };
     let is_like_x = |bias: &&Tensor| bias.dtype() == dtype;
     let have_biases = experts.iter().all(|it| it.biases.iter().flatten().all(is_like_x));
-    Ok(match (of(&[0, 1]), of(&[2])) {
-        (Some(into), Some(back)) if have_biases => Some(([into, back], [hidden, width])),
-        _ => None,
-    })
+    let (Some(into), Some(back), true) = (of(&[0, 1]), of(&[2]), have_biases) else {
+        return Ok(None);
+    };
+    let in_tiles =
+        |form: Form, inner: usize| form == Form::Dense || inner.is_multiple_of(MANY_CODES);
+    let most = match dtype {
+        DType::BF16 | DType::F16 if in_tiles(into, hidden) && in_tiles(back, width) => MANY_TOKENS,
+        _ => FEW_TOKENS,
+    };
+    Ok(Some(Described { forms: [into, back], sizes: [hidden, width], most }))
 }
 
-/// Whether [`Layer::new`] takes such experts for rows of `dtype`, on a CUDA device.
+/// How many tokens of `dtype` a [`Layer`] of such experts takes on a CUDA device, if [`Layer::new`] takes them.
 ///
 /// # Errors
 /// When a weight isn't a matrix.
-pub fn takes(experts: &[Expert], dtype: DType) -> Result<bool> {
-    Ok(described(experts, dtype)?.is_some())
+pub fn most_tokens(experts: &[Expert], dtype: DType) -> Result<Option<usize>> {
+    Ok(described(experts, dtype)?.map(|it| it.most))
 }
 
 impl Layer {
@@ -165,7 +187,7 @@ impl Layer {
     /// When shapes don't fit, or the device has no memory.
     pub fn new(experts: &[Expert], dtype: DType) -> Result<Option<Self>> {
         let Some(described) = described(experts, dtype)? else { return Ok(None) };
-        let [hidden, width] = described.1;
+        let [hidden, width] = described.sizes;
         let shapes = [(width, hidden), (width, hidden), (hidden, width)];
         let mut tensors = Vec::with_capacity(6 * experts.len());
         for expert in experts {
@@ -193,7 +215,7 @@ impl Layer {
         #[cfg(feature = "cuda")]
         {
             let experts = experts.iter().map(|expert| expert.kept()).collect();
-            super::cuda::few::layer(experts, dtype, described)
+            super::cuda::routed::layer(experts, dtype, described)
         }
         #[cfg(not(feature = "cuda"))]
         Ok(None)
@@ -206,8 +228,13 @@ impl Layer {
             && self.experts.iter().zip(experts).all(|(own, other)| own.is(other))
     }
 
+    /// Tokens of a call at most.
+    pub fn most_tokens(&self) -> usize {
+        self.most
+    }
+
     /// What the experts of each token add up to: `x` `(tokens, hidden)` in the layer's dtype, `logits` `(tokens, experts)`
-    /// of a float dtype, result like `x`. There are at most [`MOST_TOKENS`].
+    /// of a float dtype, result like `x`. There are at most [`Self::most_tokens`].
     ///
     /// # Errors
     /// When shapes or dtypes don't fit, or the device fails.
@@ -218,15 +245,16 @@ impl Layer {
         require_shape(OPERATION, "x", x, &[tokens, self.sizes[0]])?;
         require_shape(OPERATION, "logits", logits, &[tokens, self.experts.len()])?;
         require_dtype(OPERATION, "x", x, self.dtype)?;
-        if tokens > MOST_TOKENS || options.active == 0 || options.active > self.experts.len() {
+        let most = self.most;
+        if tokens > most || options.active == 0 || options.active > self.experts.len() {
             bail!(
-                "metal-candle-kernels: {OPERATION}: {} of {} experts for each of {tokens} tokens, expected at most {MOST_TOKENS} tokens, and 1 to all experts",
+                "metal-candle-kernels: {OPERATION}: {} of {} experts for each of {tokens} tokens, expected at most {most} tokens, and 1 to all experts",
                 options.active,
                 self.experts.len()
             )
         }
         #[cfg(feature = "cuda")]
-        return super::cuda::few::forward(self, x, logits, options);
+        return super::cuda::routed::forward(self, x, logits, options);
         #[cfg(not(feature = "cuda"))]
         bail!("metal-candle-kernels: {OPERATION} has no CUDA kernel in this build")
     }
