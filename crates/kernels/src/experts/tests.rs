@@ -776,4 +776,59 @@ mod cuda {
         mixed.weights[2] = other.weights[2].clone();
         assert!(mixed.layer(&device).is_none());
     }
+
+    /// `cargo test --release … cuda_time_of_routed_experts -- --ignored --nocapture`
+    #[test]
+    #[ignore = "needs an NVIDIA GPU, and is a measurement"]
+    fn cuda_time_of_routed_experts() {
+        use crate::experts::cuda::routed::OTHER_ONE_BY_ONE;
+        let device = crate::testing::cuda();
+        for (name, [count, active, hidden, width], format) in [
+            ("gpt-oss-20b, mxfp4", [32, 4, 2880, 2880], Some(Format::Mxfp4)),
+            ("gpt-oss-20b, bf16", [32, 4, 2880, 2880], None),
+            ("qwen3-30b-a3b, q4_k", [128, 8, 2048, 768], Some(Format::Q4K)),
+            ("qwen3-30b-a3b, bf16", [128, 8, 2048, 768], None),
+        ] {
+            let matrix = |outer: usize, inner: usize, seed: u64| {
+                let numbers = random(&[outer, inner], seed).to_dtype(DType::F32).unwrap();
+                match format {
+                    Some(format) => Matrix::Packed(quantize(&numbers, format).unwrap()),
+                    None => Matrix::Dense(numbers.to_dtype(DType::BF16).unwrap()),
+                }
+            };
+            let of_one =
+                [matrix(width, hidden, 1), matrix(width, hidden, 2), matrix(hidden, width, 3)];
+            let copies: Vec<_> = (0..count)
+                .map(|_| {
+                    of_one.each_ref().map(|matrix| match matrix {
+                        Matrix::Dense(weight) => Matrix::Dense(there(weight, &device)),
+                        Matrix::Packed(it) => Matrix::Packed(it.to_device(&device).unwrap()),
+                    })
+                })
+                .collect();
+            let none = [const { None }; 3];
+            let experts: Vec<_> = copies.iter().map(|weights| expert_of(weights, &none)).collect();
+            let layer = Layer::new(&experts, DType::BF16).unwrap().unwrap();
+            let options = Options { active, normalized: true, activation: Activation::Silu };
+            let mut line = format!("{name}, us one by one and sorted:");
+            for tokens in [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 2048, 8192] {
+                let x = random(&[tokens, hidden], 4).to_dtype(DType::BF16).unwrap();
+                let logits = random(&[tokens, count], 5).to_dtype(DType::BF16).unwrap();
+                let (x, logits) = (there(&x, &device), there(&logits, &device));
+                let time = |one_by_one: usize| {
+                    OTHER_ONE_BY_ONE.set(Some(one_by_one));
+                    let seconds = least_seconds(&device, 5, || {
+                        for _ in 0..5 {
+                            layer.forward(&x, &logits, options).unwrap();
+                        }
+                    });
+                    OTHER_ONE_BY_ONE.set(None);
+                    seconds / 5.0 * 1e6
+                };
+                let one_by_one = if tokens <= 128 { time(tokens) } else { f64::NAN };
+                line += &format!(" {tokens}: {one_by_one:.0} {:.0};", time(0));
+            }
+            println!("{line}");
+        }
+    }
 }

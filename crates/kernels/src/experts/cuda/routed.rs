@@ -19,6 +19,13 @@ const TILES_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
 const ONE_BY_ONE: usize = 32;
 const PACKED_ONE_BY_ONE: usize = 8;
 
+#[cfg(test)]
+thread_local! {
+    /// For measurements: how many tokens' rows are multiplied by themselves.
+    pub(crate) static OTHER_ONE_BY_ONE: std::cell::Cell<Option<usize>> =
+        const { std::cell::Cell::new(None) };
+}
+
 /// The kernel `$name` for matrices of a form and rows of a dtype.
 macro_rules! by_form {
     ($name:literal, $form:literal, $dtype:expr) => {
@@ -111,6 +118,8 @@ pub(crate) fn forward(
     let chosen = Chosen::new(&cuda, logits, options)?;
     let is_packed = layer.forms.iter().any(|form| *form != Form::Dense);
     let one_by_one = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
+    #[cfg(test)]
+    let one_by_one = OTHER_ONE_BY_ONE.get().unwrap_or(one_by_one);
     let (y, places) = match tokens > one_by_one && layer.most > ONE_BY_ONE {
         true => given.sorted(&chosen, options)?,
         false => (given.one_by_one(&chosen, options)?, chosen.experts.tensor.get(1)?),
