@@ -71,6 +71,7 @@ fn file_type(tensors: &[ExportTensor]) -> Option<usize> {
         "IQ4_NL" => 25,
         "IQ4_XS" => 30,
         "BF16" => 32,
+        "MXFP4" => 38,
         _ => return None,
     })
 }
