@@ -659,8 +659,8 @@ __device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, 
                 values[index] = from[index];
         }
         copy_async_commit();
-        // The largest scores so far, as `join` finds them one by one.
-        for (int first_part = 0; threadIdx.x < WARP && first_part < count; first_part += WARP) {
+        // The largest scores so far, as `join` finds them one by one, in each warp, for each needs the last.
+        for (int first_part = 0; first_part < count; first_part += WARP) {
             const int part = first_part + lane;
             const bool inside = part < count;
             const float2 next = inside ? p.partial_sums[row * p.parts + start + part] : make_float2(-INFINITY, 0.0f);
@@ -672,7 +672,7 @@ __device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, 
             }
             top = fmaxf(top, sums.top);
             const float before = __shfl_up_sync(FULL, top, 1);
-            if (inside) {
+            if (inside && threadIdx.x < WARP) {
                 joints[part] = Joint::of_tops(lane == 0 ? sums.top : before, next.x);
                 totals[part] = next.y;
             }

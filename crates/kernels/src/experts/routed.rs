@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 pub(super) const OPERATION: &str = "experts::routed";
 
 /// Tokens of a call at most, where rows aren't put into the order of experts.
-const FEW_TOKENS: usize = 32;
+pub(crate) const FEW_TOKENS: usize = 32;
 /// And where they are.
 const MANY_TOKENS: usize = 8192;
 /// Experts of a layer at most.

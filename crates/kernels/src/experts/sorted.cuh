@@ -105,7 +105,8 @@ template <typename T, int MATRICES> struct DenseTiles {
     __device__ __forceinline__ void land(uint32_t) const {}
 };
 
-/// The same of matrices in fewer bits: a thread fetches 32 neighbouring codes ahead, and makes numbers of them.
+/// The same of matrices in fewer bits: a thread fetches 32 neighbouring codes ahead, and makes numbers of them, those of numbers.cuh
+/// but that an offset is added before what it is added to is rounded.
 template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
     using Entry = Packed;
     const Packed *matrices;
@@ -129,7 +130,11 @@ template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
         const int2 line = line_of<MATRICES>(first_column, threadIdx.x / 2);
         matrix = line.y;
         is_there = k < depth && line.x < columns;
-        if (!is_there) return;
+        if (!is_there) {
+#pragma unroll
+            for (int i = 0; i < BITS; i++) words[i] = 0;
+            return;
+        }
         const Packed &q = matrices[matrix];
         const int64_t element = int64_t(line.x) * depth + k;
         const uint32_t *const from = static_cast<const uint32_t *>(q.codes) + element / 32 * BITS;
@@ -151,27 +156,25 @@ template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
     __device__ __forceinline__ void land(uint32_t tile) const {
         const Packed &q = matrices[matrix];
         const float zero = zero_of(q);
+        ScaleAndOffset scale{0.0f, 0.0f};
+        if (is_there) scale = decoded(q, scales[0]);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const ScaleAndOffset scale = is_there ? decoded(q, scales[half]) : ScaleAndOffset{0.0f, 0.0f};
+        for (int part = 0; part < 4; part++) {
+            if (part == 2 && is_there && q.group % 32 != 0) scale = decoded(q, scales[1]);
+            float numbers[8];
 #pragma unroll
-            for (int part = 0; part < 2; part++) {
-                float numbers[8];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const int bit = (half * 16 + part * 8 + i) * BITS, word = bit / 32, shift = bit % 32;
-                    uint32_t code = words[word] >> shift;
-                    if (shift + BITS > 32) code |= words[word + 1] << (32 - shift);
-                    const float level = level_of<KIND>(code & ((1u << BITS) - 1), zero, q.levels);
-                    const float number = __fadd_rn(__fmul_rn(level, scale.scale), scale.offset);
-                    numbers[i] = is_there ? number : 0.0f;
-                }
-                const uint32_t to = tile + chunk_at<8>(threadIdx.x / 2, threadIdx.x % 2 * 4 + half * 2 + part);
-                asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                             "r"(pack_pair<T>(numbers[0], numbers[1])), "r"(pack_pair<T>(numbers[2], numbers[3])),
-                             "r"(pack_pair<T>(numbers[4], numbers[5])), "r"(pack_pair<T>(numbers[6], numbers[7]))
-                             : "memory");
+            for (int i = 0; i < 8; i++) {
+                const int bit = (part * 8 + i) * BITS, word = bit / 32, shift = bit % 32;
+                uint32_t code = words[word] >> shift;
+                if (shift + BITS > 32) code |= words[word + 1] << (32 - shift);
+                const float level = level_of<KIND>(code & ((1u << BITS) - 1), zero, q.levels);
+                numbers[i] = fmaf(level, scale.scale, scale.offset);
             }
+            const uint32_t to = tile + chunk_at<8>(threadIdx.x / 2, threadIdx.x % 2 * 4 + part);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                         "r"(pack_pair<T>(numbers[0], numbers[1])), "r"(pack_pair<T>(numbers[2], numbers[3])),
+                         "r"(pack_pair<T>(numbers[4], numbers[5])), "r"(pack_pair<T>(numbers[6], numbers[7]))
+                         : "memory");
         }
     }
 };
@@ -246,7 +249,7 @@ __device__ __forceinline__ void multiply_sorted(const T *left, const typename Ti
         __syncthreads();
         if (step + GROUP_STAGES - 1 < steps) copy_tiles(step + GROUP_STAGES - 1);
         copy_async_commit();
-        multiply_tiles<T, false>(sums, stage_of(step), warp_row, warp_column, lane);
+        if (warp_row < item.rows) multiply_tiles<T, false>(sums, stage_of(step), warp_row, warp_column, lane);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {

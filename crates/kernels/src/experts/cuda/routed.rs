@@ -2,7 +2,9 @@
 
 use super::MODULE;
 use crate::backend::cuda::{Array, Cuda, by_dtype, is_recording};
-use crate::experts::routed::{Described, Form, Layer, Matrix, OPERATION, Options, Owned};
+use crate::experts::routed::{
+    Described, FEW_TOKENS, Form, Layer, Matrix, OPERATION, Options, Owned,
+};
 use crate::quantized::cuda::Described as DescribedMatrix;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -16,8 +18,8 @@ const UNIT_COLUMNS: usize = 64;
 const OUTPUT_COLUMNS: usize = 128;
 const TILES_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
 /// Tokens up to which each choice's row is multiplied by itself, by matrices as they are, and by packed ones.
-const ONE_BY_ONE: usize = 32;
-const PACKED_ONE_BY_ONE: usize = 8;
+const ONE_BY_ONE: usize = 8;
+const PACKED_ONE_BY_ONE: usize = 16;
 
 #[cfg(test)]
 thread_local! {
@@ -120,7 +122,7 @@ pub(crate) fn forward(
     let one_by_one = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
     #[cfg(test)]
     let one_by_one = OTHER_ONE_BY_ONE.get().unwrap_or(one_by_one);
-    let (y, places) = match tokens > one_by_one && layer.most > ONE_BY_ONE {
+    let (y, places) = match tokens > one_by_one && layer.most > FEW_TOKENS {
         true => given.sorted(&chosen, options)?,
         false => (given.one_by_one(&chosen, options)?, chosen.experts.tensor.get(1)?),
     };
