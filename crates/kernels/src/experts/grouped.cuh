@@ -23,16 +23,20 @@ template <int CHUNKS> __device__ __forceinline__ uint32_t chunk_at(int row, int 
     return (row * CHUNKS + (chunk ^ (row & 7))) * 16;
 }
 
-/// Adds the products of the left and the right tile that follow each other at `stage`: a warp has 32 rows and 32 columns.
+/// Adds the products of the left and the right tile that follow each other at `stage`: a warp has 32 rows, of which those from
+/// `rows` of the tile on aren't there, and 32 columns.
 template <typename T, bool ACROSS>
 __device__ __forceinline__ void multiply_tiles(float (&sums)[2][4][4], uint32_t stage, int warp_row,
-                                               int warp_column, int lane) {
+                                               int rows, int warp_column, int lane) {
+    if (warp_row >= rows) return;
+    const bool has_both = warp_row + 16 < rows;
     const int tile = lane / 8, of_tile = lane % 8;
 #pragma unroll
     for (int k = 0; k < GROUP_DEPTH / 16; k++) {
         uint32_t a[2][4], b[2][4];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
+            if (m == 1 && !has_both) break;
             const int r = warp_row + m * 16 + tile % 2 * 8 + of_tile;
             load_tiles(a[m], stage + chunk_at<8>(r, k * 2 + tile / 2));
         }
@@ -50,6 +54,7 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[2][4][4], uint32_t 
         }
 #pragma unroll
         for (int m = 0; m < 2; m++) {
+            if (m == 1 && !has_both) break;
 #pragma unroll
             for (int n = 0; n < 4; n++)
                 multiply_add<T>(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
@@ -115,7 +120,7 @@ __device__ __forceinline__ void multiply_groups(const T *left0, const T *left1, 
         if (step + GROUP_STAGES - 1 < steps) copy_tiles(step + GROUP_STAGES - 1);
         copy_async_commit();
         const uint32_t stage = shared + step % GROUP_STAGES * (LEFT_BYTES + RIGHT_BYTES);
-        multiply_tiles<T, ACROSS>(sums, stage, warp_row, warp_column, lane);
+        multiply_tiles<T, ACROSS>(sums, stage, warp_row, item.rows, warp_column, lane);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {

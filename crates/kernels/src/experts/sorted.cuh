@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply_sorted(const T *left, const typename Ti
         __syncthreads();
         if (step + GROUP_STAGES - 1 < steps) copy_tiles(step + GROUP_STAGES - 1);
         copy_async_commit();
-        if (warp_row < item.rows) multiply_tiles<T, false>(sums, stage_of(step), warp_row, warp_column, lane);
+        multiply_tiles<T, false>(sums, stage_of(step), warp_row, item.rows, warp_column, lane);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {
