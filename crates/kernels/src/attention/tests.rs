@@ -404,7 +404,6 @@ mod cuda {
                 d_o: to(&self.d_o),
                 first_key: self.first_key.as_ref().map(to),
                 options: self.options.map_sinks(to),
-                ..self.clone()
             }
         }
     }

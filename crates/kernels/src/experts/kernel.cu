@@ -85,6 +85,7 @@ __device__ __forceinline__ int total_order(float x) {
 
 /// Logits of a lane at most.
 constexpr int MOST_LOGITS = 32;
+static_assert(MOST_LOGITS * WARP == MOST_COUNT, "as many experts are chosen of as are put into an order");
 
 /// A warp has a token: the experts with the largest logits, the first of equals, the largest first, in `chosen`, where each choice
 /// stands in `chosen + choices`, and their shares.

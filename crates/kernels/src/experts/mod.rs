@@ -9,8 +9,8 @@
 //! dy[places[t, j]] = w[t, j]·dout[t]      dw[t, j] = dout[t]·y[places[t, j]]
 //! ```
 //!
-//! The host chooses, whatever the device: it has to know how many rows each expert has. Where no gradient is
-//! wanted, a CUDA device does all of it by itself ([`routed`]).
+//! [`Routes`] are the host's choice, which knows how many rows each expert has. Where no gradient is wanted, a CUDA device
+//! does all of it by itself, of experts that [`routed`] is for.
 
 mod cpu;
 #[cfg(feature = "cuda")]

@@ -13,20 +13,22 @@ pub(super) const OPERATION: &str = "experts::routed";
 pub(crate) const FEW_TOKENS: usize = 32;
 /// And where they are.
 const MANY_TOKENS: usize = 8192;
-/// Experts of a layer at most.
+/// Experts of a layer at most, as in `kernel.cu`.
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of a row of `x` or of a gated unit at most, which a block keeps.
 const MOST_BYTES: usize = 32 << 10;
-/// Codes that a thread takes at once of a few tokens' matrices, and of many's.
+/// Codes that a thread takes at once of a few tokens' matrices, with one scale.
 const CODES: usize = 8;
+/// And of many tokens' matrices, and those of them that have one scale.
 const MANY_CODES: usize = 32;
+const MANY_CODES_OF_SCALE: usize = 16;
 
 /// An expert, whose matrices lead into its gate and value, `(width, hidden)` each, and back, `(hidden, width)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Expert<'a> {
-    /// The three matrices.
+    /// The three matrices, those of all experts in one form each: in x's dtype, or packed alike.
     pub weights: [Weight<'a>; 3],
-    /// What is added to what each gives.
+    /// What is added to what each gives: `(width)`, `(width)` and `(hidden)` in x's dtype.
     pub biases: [Option<&'a Tensor>; 3],
 }
 
@@ -162,10 +164,17 @@ fn described(experts: &[Expert], dtype: DType) -> Result<Option<Described>> {
     let (Some(into), Some(back), true) = (of(&[0, 1]), of(&[2]), have_biases) else {
         return Ok(None);
     };
-    let in_tiles =
-        |form: Form, inner: usize| form == Form::Dense || inner.is_multiple_of(MANY_CODES);
+    let in_tiles = |weight: &Weight| match weight {
+        Weight::Dense(_) => true,
+        Weight::Quantized(packed) => {
+            packed.shape().1.is_multiple_of(MANY_CODES)
+                && packed.group().is_multiple_of(MANY_CODES_OF_SCALE)
+        }
+    };
     let most = match dtype {
-        DType::BF16 | DType::F16 if in_tiles(into, hidden) && in_tiles(back, width) => MANY_TOKENS,
+        DType::BF16 | DType::F16 if experts.iter().flat_map(|it| &it.weights).all(in_tiles) => {
+            MANY_TOKENS
+        }
         _ => FEW_TOKENS,
     };
     Ok(Some(Described { forms: [into, back], sizes: [hidden, width], most }))
@@ -180,8 +189,9 @@ pub fn most_tokens(experts: &[Expert], dtype: DType) -> Result<Option<usize>> {
 }
 
 impl Layer {
-    /// The experts of a layer for rows of `dtype`. `None` where they aren't on a CUDA device, or have sizes or numbers that it
-    /// isn't for.
+    /// The experts of a layer for rows of `dtype`. `None` where they aren't on a CUDA device, or have what it isn't for: more than
+    /// 1024 experts, rows of more than 32 KiB or of no whole 16 bytes, matrices in another dtype than `dtype` or that aren't all
+    /// packed alike, or packed ones whose rows or groups are no multiples of 8.
     ///
     /// # Errors
     /// When shapes don't fit, or the device has no memory.
@@ -228,7 +238,7 @@ impl Layer {
             && self.experts.iter().zip(experts).all(|(own, other)| own.is(other))
     }
 
-    /// Tokens of a call at most.
+    /// Tokens of a call at most: 8192 of 16 bits, but 32 where packed rows are no multiples of 32 or groups none of 16, and of f32.
     pub fn most_tokens(&self) -> usize {
         self.most
     }
@@ -237,7 +247,7 @@ impl Layer {
     /// of a float dtype, result like `x`. There are at most [`Self::most_tokens`].
     ///
     /// # Errors
-    /// When shapes or dtypes don't fit, or the device fails.
+    /// When shapes or dtypes don't fit, a token would have no expert or more than there are, or the device fails.
     pub fn forward(&self, x: &Tensor, logits: &Tensor, options: Options) -> Result<Tensor> {
         require_together(OPERATION, &[x, logits, &self.tables[0]])?;
         require_rank(OPERATION, "x", x, 2, "(tokens, hidden)")?;

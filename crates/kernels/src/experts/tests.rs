@@ -421,6 +421,7 @@ fn wrong_groups_are_refused() {
 mod cuda {
     use super::*;
     use crate::glu::{self, Activation};
+    use crate::quantized::{Levels, Scales};
     use routed::{Expert, Layer, Matrix, Options};
 
     /// A layer's experts and what is asked of them, all on the CPU.
@@ -719,17 +720,52 @@ mod cuda {
         for (index, format) in PACKED.into_iter().enumerate() {
             let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
             let options = Options { active: 3, normalized: true, activation: Activation::Clamped };
-            for sizes in [[1, 5, 256, 512], [7, 5, 768, 256], [60, 5, 256, 512], [300, 7, 512, 256]]
-            {
+            // Rows of K quants are whole blocks of 256.
+            let has_short_rows = matches!(format, Format::Mxfp4 | Format::Q8_0 | Format::Mxfp8);
+            let sizes = match has_short_rows {
+                true => vec![[20, 5, 96, 160], [300, 7, 32, 416]],
+                false => Vec::new(),
+            };
+            let of_blocks =
+                [[1, 5, 256, 512], [7, 5, 768, 256], [60, 5, 256, 512], [300, 7, 512, 256]];
+            for sizes in of_blocks.into_iter().chain(sizes) {
                 // f32 has none for so many.
                 let dtype = if sizes[0] > 32 && dtype == DType::F32 { DType::F16 } else { dtype };
                 let tolerance = if sizes[0] > 32 { tolerance.max(2e-3) } else { tolerance };
-                let back = PACKED[(index + 1) % PACKED.len()];
+                let is_short = sizes[3] % 256 != 0;
+                let back = if is_short { format } else { PACKED[(index + 1) % PACKED.len()] };
                 let problem = Problem::new(sizes, options, dtype).packed([format, back]);
                 problem.assert_right(&device, 8.0 * tolerance);
                 problem.biased().assert_right(&device, 8.0 * tolerance);
             }
         }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_few_tokens_read_groups_of_eight() {
+        let device = crate::testing::cuda();
+        let options = Options { active: 2, normalized: true, activation: Activation::Silu };
+        let mut problem = Problem::new([30, 4, 64, 32], options, DType::BF16);
+        for matrix in problem.weights.iter_mut().flatten() {
+            let (outer, inner) = weight_of(matrix).shape().unwrap();
+            let bytes = |count: usize, seed| {
+                let numbers = (random(&[count], seed) * 40.0).unwrap().to_dtype(DType::F32);
+                let numbers = numbers.unwrap().to_vec1::<f32>().unwrap();
+                let bytes: Vec<u8> =
+                    numbers.iter().map(|it| (*it as i32).rem_euclid(256) as u8).collect();
+                Tensor::from_vec(bytes, count, &Device::Cpu).unwrap()
+            };
+            let groups = outer * inner / 8;
+            let scales = (random(&[groups], 7) * 0.03).unwrap().to_dtype(DType::F32).unwrap();
+            let levels = Levels::Integers { bits: 4, zero: 8 };
+            let scales = Scales::Plain { scales, offsets: None };
+            let packed =
+                Quantized::new((outer, inner), levels, 8, bytes(outer * inner / 2, 3), scales);
+            *matrix = Matrix::Packed(packed.unwrap());
+        }
+        assert_eq!(problem.layer(&device).unwrap().most_tokens(), 32);
+        problem.assert_right(&device, 0.03);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::autograd::Parameter;
 use crate::model::Model;
+use crate::model::formats::experts::is_of_all;
 use crate::model::layer::Linear;
 use crate::model::weight::WeightId;
 use crate::{Error, Result};
@@ -122,6 +123,7 @@ fn refuse_experts(model: &Model, config: &LoraConfig, paths: &[String]) -> Resul
         last == "experts"
             || last == experts.names.router
             || experts.names.projections.contains(&last)
+            || is_of_all(experts, last)
     };
     let found = config.unknown_targets(paths).find(is_one);
     match found {

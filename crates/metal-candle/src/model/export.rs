@@ -68,9 +68,7 @@ impl ModelFormat {
     /// The words for all of them.
     pub fn names() -> Vec<&'static str> {
         let dense = DENSE.iter().map(|(name, _)| *name);
-        let quantized = Quantization::names().filter(|name| {
-            name.parse().is_ok_and(|format: Quantization| files_of(format).is_some())
-        });
+        let quantized = Quantization::names().filter(|name| name.parse().is_ok_and(has_files));
         dense.chain(quantized).chain(GGUF_NAMES.iter().map(|(name, ..)| *name)).collect()
     }
 
@@ -105,9 +103,9 @@ impl FromStr for ModelFormat {
             return Ok(Self::Gguf(GgufFormat { name, most, some, experts }));
         }
         let quantization: Quantization = word.parse().map_err(|_| unknown())?;
-        match files_of(quantization) {
-            Some(_) => Ok(Self::Quantized(quantization)),
-            None => Err(format!("is {word:?}, which is not written; {}", unknown())),
+        match has_files(quantization) {
+            true => Ok(Self::Quantized(quantization)),
+            false => Err(format!("is {word:?}, which is not written; {}", unknown())),
         }
     }
 }
@@ -149,18 +147,17 @@ impl Companions<'_> {
 
 /// Whose files a format's are.
 enum FilesOf {
-    Bitsandbytes {
-        kind: &'static str,
-        nested: bool,
-    },
+    Bitsandbytes { kind: &'static str, nested: bool },
     Mlx(mlx::Mode),
-    /// Of transformers, in which experts alone are in MXFP4.
-    GptOss,
+}
+
+/// Whether there are files in it: those of gpt-oss, or a program's.
+fn has_files(quantization: Quantization) -> bool {
+    quantization.is_of_experts() || files_of(quantization).is_some()
 }
 
 fn files_of(quantization: Quantization) -> Option<FilesOf> {
     Some(match quantization.format() {
-        Format::Mxfp4 if quantization.is_of_experts() => FilesOf::GptOss,
         Format::Nf4 { nested, .. } => FilesOf::Bitsandbytes { kind: "nf4", nested },
         Format::Fp4 { nested, .. } => FilesOf::Bitsandbytes { kind: "fp4", nested },
         Format::Affine { bits, group } => FilesOf::Mlx(mlx::Mode::Affine { bits, group }),
@@ -241,12 +238,12 @@ impl Model {
         quantization: Quantization,
         companions: Option<Companions>,
     ) -> Result<()> {
+        if quantization.is_of_experts() {
+            return self.save_gpt_oss(folder, quantization, companions);
+        }
         let Some(files_of) = files_of(quantization) else {
             return Err(Error::Unsupported(format!("files in {quantization}")));
         };
-        if matches!(files_of, FilesOf::GptOss) {
-            return self.save_gpt_oss(folder, quantization, companions);
-        }
         let mut tensors = Vec::new();
         // Those of experts, which mlx-lm has as one tensor a layer.
         let mut stacks: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
@@ -275,7 +272,6 @@ impl Model {
                     bitsandbytes::write(&matrix, dtype_name(self.dtype)?)
                 }
                 FilesOf::Mlx(mode) => mlx::write(*mode, &matrix),
-                FilesOf::GptOss => Err("has files of its own".into()),
             };
             for part in parts.map_err(|problem| Error::option(name, problem))? {
                 push(format!("{path}.{}", part.name), tensor_of(&part)?);
@@ -305,7 +301,6 @@ impl Model {
                 }
                 ("quantization", mode.config())
             }
-            FilesOf::GptOss => return Err(Error::Unsupported(format!("files in {quantization}"))),
         };
         write(folder, &config, self.dtype, Some((key, said)), &tensors, companions)
     }

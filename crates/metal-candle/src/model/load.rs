@@ -322,6 +322,14 @@ impl<'f> Files<'f> {
                 experts::unstack(experts, &mut weights, &mut checkpoint)?;
             }
             let experts = config.experts;
+            let has_files = experts.is_some_and(|experts| experts.names.stacked.interleaved);
+            if checkpoint == Checkpoint::Mxfp4 && !has_files {
+                let problem = format!(
+                    "quantization_config: quant_method is \"mxfp4\", which is read of gpt-oss alone; model_type is {:?}",
+                    config.architecture.model_type()
+                );
+                return Err(Error::file(path.join("config.json"), problem));
+            }
             (config, Stored::Folder { weights, checkpoint, experts })
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {

@@ -85,7 +85,7 @@ pub(crate) fn layer(
                 }
             }
         }
-        Ok(Some(Tensor::from_vec(words.clone(), words.len(), device)?))
+        Ok(Some(Tensor::from_slice(&words, words.len(), device)?))
     };
     let (Some(into), Some(back)) = (table(&[0, 1])?, table(&[2])?) else { return Ok(None) };
     let mut addresses = Vec::with_capacity(3 * experts.len());
@@ -96,9 +96,8 @@ pub(crate) fn layer(
         }
     }
     let has_biases = addresses.iter().any(|address| *address != 0);
-    let biases = has_biases
-        .then(|| Tensor::from_vec(addresses.clone(), addresses.len(), device))
-        .transpose()?;
+    let biases =
+        has_biases.then(|| Tensor::from_slice(&addresses, addresses.len(), device)).transpose()?;
     Ok(Some(Layer { experts, dtype, forms, sizes, most, tables: [into, back], biases }))
 }
 

@@ -9,7 +9,7 @@
 //! | `experts.down_proj`, `_blocks`, `_scales`, `_bias` | `(experts, width, hidden)`, and so on |
 
 use super::checkpoint::Checkpoint;
-use super::{Parsed, Stored, assembled, bytes_tensor, mlx, required};
+use super::{Parsed, Stored, assembled, bytes_tensor, mlx};
 use crate::model::config::ExpertsConfig;
 use crate::model::weight::Storage;
 use crate::model::weights::Weights;
@@ -55,11 +55,19 @@ fn interleaved_apart<'n>(
     name: &'n str,
 ) -> Option<impl Fn(usize) -> String + 'n> {
     let (path, last) = name.rsplit_once('.')?;
-    let is_one = |stem: &str| last.strip_prefix(stem).is_some_and(|part| PARTS.contains(&part));
     let is_of_experts = path.ends_with(&format!(".{}.experts", experts.names.module));
-    let fits = experts.names.stacked.interleaved && is_of_experts;
-    (fits && INTERLEAVED.iter().any(|stem| is_one(stem)))
+    (is_of_experts && is_of_all(experts, last))
         .then_some(move |expert| format!("{path}.{expert}.{last}"))
+}
+
+/// Whether the last part of a path names a tensor of transformers that has a part of all experts.
+pub(crate) fn is_of_all(experts: &ExpertsConfig, last: &str) -> bool {
+    experts.names.stacked.interleaved && INTERLEAVED.iter().any(|stem| is_part_of(stem, last))
+}
+
+/// Whether a tensor is the one of a name, or one beside it.
+fn is_part_of(stem: &str, last: &str) -> bool {
+    last.strip_prefix(stem).is_some_and(|part| PARTS.contains(&part))
 }
 
 /// Takes tensors of all experts of a layer apart, and what is said of them.
@@ -71,6 +79,10 @@ pub(crate) fn unstack(
     let names: Vec<String> = weights.names().map(String::from).collect();
     for name in &names {
         if let Some(of_expert) = interleaved_apart(experts, name) {
+            // Files say so by themselves.
+            if name.ends_with(PARTS[2]) && *checkpoint == Checkpoint::Dense {
+                *checkpoint = Checkpoint::Mxfp4;
+            }
             weights.unstack(name, experts.count, of_expert)?;
         } else if let Some(of_expert) = apart(experts, name) {
             weights.unstack(name, experts.count, of_expert)?;
@@ -139,12 +151,9 @@ impl Interleaved {
     ) -> Result<Storage> {
         let (place, of) = (self.place, self.of);
         if let ([outer, inner], true) = (shape, self.is_packed(weights)) {
-            let fault = |problem: String| {
-                let file = weights.place_of(&self.part("_blocks"));
-                Error::file(file, format!("layer {:?}: {problem}", self.stem))
-            };
-            let stored = |part: &str| weights.stored(&self.part(part)).ok();
-            let matrix = self.packed((*outer, *inner), stored).map_err(fault)?;
+            let [codes, scales] = self.stored(weights, (*outer, *inner))?;
+            let fault = |problem: String| self.fault(weights, &problem);
+            let matrix = self.packed((*outer, *inner), codes, scales).map_err(fault)?;
             if !matrix.is_finite()? {
                 return Err(fault("has scales that are NaN".into()));
             }
@@ -166,28 +175,40 @@ impl Interleaved {
         Ok(Storage::Dense(dense.contiguous()?.to_device(device)?))
     }
 
-    /// A matrix in MXFP4, of its parts.
-    fn packed<'a>(
+    fn fault(&self, weights: &Weights, problem: &str) -> Error {
+        let file = weights.place_of(&self.part("_blocks"));
+        Error::file(file, format!("layer {:?}: {problem}", self.stem))
+    }
+
+    /// The codes and the scales in MXFP4 of it and its neighbours.
+    fn stored<'w>(
         &self,
+        weights: &'w Weights,
         (outer, inner): (usize, usize),
-        stored: impl Fn(&str) -> Option<Stored<'a>>,
-    ) -> Parsed<Quantized> {
-        let (place, of) = (self.place, self.of);
+    ) -> Result<[Stored<'w>; 2]> {
+        let fault = |problem: String| self.fault(weights, &problem);
         if !inner.is_multiple_of(BLOCK) {
-            return Err(format!("rows of {inner}, expected whole blocks of {BLOCK}"));
+            return Err(fault(format!("rows of {inner}, expected whole blocks of {BLOCK}")));
         }
-        let (rows, blocks) = (of * outer, inner / BLOCK);
-        let codes = required(&stored, "_blocks")?;
-        codes.require("_blocks", &["U8"], &[rows, blocks, BLOCK_BYTES])?;
-        let scales = required(&stored, "_scales")?;
-        scales.require("_scales", &["U8"], &[rows, blocks])?;
+        let (rows, blocks) = (self.of * outer, inner / BLOCK);
+        let [codes, scales] = [PARTS[2], PARTS[3]].map(|part| weights.stored(&self.part(part)));
+        let (codes, scales) = (codes?, scales?);
+        codes.require(PARTS[2], &["U8"], &[rows, blocks, BLOCK_BYTES]).map_err(fault)?;
+        scales.require(PARTS[3], &["U8"], &[rows, blocks]).map_err(fault)?;
+        Ok([codes, scales])
+    }
+
+    /// A matrix in MXFP4, of what is [stored](Self::stored).
+    fn packed(&self, shape: (usize, usize), codes: Stored, scales: Stored) -> Parsed<Quantized> {
+        let blocks = shape.1 / BLOCK;
         let own = |bytes: &[u8], row: usize| -> Vec<u8> {
-            bytes.chunks_exact(row).skip(place).step_by(of).flatten().copied().collect()
+            let rows = bytes.chunks_exact(row).skip(self.place).step_by(self.of);
+            rows.flatten().copied().collect()
         };
         let codes = bytes_tensor(own(codes.bytes, blocks * BLOCK_BYTES))?;
         let scales = bytes_tensor(own(scales.bytes, blocks))?;
         let (levels, scales) = (Levels::Table(&E2M1), Scales::E8m0(scales));
-        assembled(Quantized::new((outer, inner), levels, BLOCK, codes, scales))
+        assembled(Quantized::new(shape, levels, BLOCK, codes, scales))
     }
 
     /// The bytes that it takes in fewer bits, `None` where it is dense; its shape is looked at.
@@ -195,18 +216,8 @@ impl Interleaved {
         match *shape {
             [outer] => weights.outline(&self.part("_bias"), &[self.of * outer])?,
             [outer, inner] if self.is_packed(weights) => {
-                let parts = ["_blocks", "_scales"].map(|part| weights.stored(&self.part(part)));
-                let [blocks, scales] = parts;
-                let bytes = blocks?.bytes.len() + scales?.bytes.len();
-                let expected = self.of * outer * inner / BLOCK * (BLOCK_BYTES + 1);
-                if bytes != expected {
-                    let file = weights.place_of(&self.part("_blocks"));
-                    let problem = format!(
-                        "layer {:?} has {bytes} bytes in MXFP4; config.json asks for {expected}",
-                        self.stem
-                    );
-                    return Err(Error::file(file, problem));
-                }
+                let parts = self.stored(weights, (outer, inner))?;
+                let bytes: usize = parts.iter().map(|part| part.bytes.len()).sum();
                 return Ok(Some(bytes / self.of));
             }
             [outer, inner] => weights.outline(&self.stem, &[inner, self.of * outer])?,
