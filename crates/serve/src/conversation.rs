@@ -8,7 +8,9 @@ use crate::context;
 use crate::error::{ApiError, Result};
 use crate::replicas::Place;
 use crate::sampling::Sampling;
-use crate::tools::{self, Choice, Forced, Format, Markers, Parser, Part, Thinking, Tool};
+use crate::tools::{
+    self, Choice, Forced, Format, Markers, Parser, Part, Thinking, Tool, find_markers,
+};
 use crate::words::{Word, Words, finite};
 use metal_candle::engine::{Finished, Request};
 use metal_candle::generate::{FinishReason, Grammar, Piece};
@@ -172,8 +174,8 @@ impl Conversation {
         let grammar = self.grammar(app, tokenizer, Format::of(template), may_think)?;
 
         let marked = format.into_iter().flat_map(Format::markers);
-        let marked = marked.chain(thinking.into_iter().flat_map(|(it, _)| [it.open, it.close]));
-        let markers = Markers::find(tokenizer, marked)?;
+        let marked = marked.chain(thinking.into_iter().flat_map(|(it, _)| it.markers()));
+        let markers = find_markers(tokenizer, marked)?;
         let tools = self.tools.as_slice().into();
         let reasoning = thinking.is_some_and(|(_, is_open)| is_open);
         let thinking = thinking.map(|(thinking, _)| thinking);
@@ -239,7 +241,7 @@ impl Conversation {
 #[derive(Debug)]
 pub struct Reply {
     parser: Parser,
-    markers: Markers,
+    markers: Markers<Arc<Tokenizer>>,
     /// The tokens that end a text and belong to none.
     ends: Vec<u32>,
     /// What knows the tokens' texts, where log-probabilities are told.

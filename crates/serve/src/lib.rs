@@ -39,3 +39,4 @@ pub use hub::HubAdapters;
 pub use options::Options;
 pub use server::{Base, Server};
 pub use tls::Tls;
+pub use tools::{Apart, Said};

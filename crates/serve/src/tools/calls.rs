@@ -59,6 +59,15 @@ pub fn read(format: &Format, body: &str, tools: &[Tool]) -> Read {
     }
 }
 
+/// The JSON of an object that a text is, white space aside.
+pub fn object_alone(text: &str) -> Result<&str, Stop> {
+    let (object, rest) = value(text)?;
+    match object.starts_with('{') && rest.trim().is_empty() {
+        true => Ok(object),
+        false => Err(Stop::Wrong),
+    }
+}
+
 /// Why reading ended.
 #[derive(Debug, PartialEq)]
 pub enum Stop {

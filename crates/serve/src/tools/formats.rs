@@ -1,5 +1,6 @@
 //! The families' formats of tool calls and of thoughts: a table, and how a template's is found in it.
 
+use super::harmony;
 use metal_candle::text::ChatTemplate;
 
 /// What stands before a call's identifier, where names are followed by one.
@@ -39,6 +40,9 @@ pub enum Shape {
     Named(&'static str),
     /// A tag with the tool's name and tags with the arguments; several calls have markers of their own.
     Parameters,
+    /// None: a call is a message of the text, as thoughts and the answer are, with a header that names the tool; see
+    /// `harmony.rs`.
+    Message,
 }
 
 /// How the tools get into the prompt.
@@ -54,6 +58,18 @@ pub enum Placement {
 
 /// The formats, of which the first counts that a template has a sign of.
 static FORMATS: &[Format] = &[
+    // gpt-oss.
+    Format {
+        name: "harmony",
+        signs: &["<|channel|>analysis", "<|channel|>commentary", "<|channel|>final"],
+        open: "",
+        close: None,
+        bare: false,
+        shape: Shape::Message,
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: false,
+    },
     // Mistral's from the tokenizer of version 11 on (Mistral Small 3.1, Devstral, Ministral 3).
     Format {
         name: "mistral-named",
@@ -171,9 +187,11 @@ impl Format {
     pub fn markers(&self) -> impl Iterator<Item = &'static str> {
         let inner = match self.shape {
             Shape::Named(marker) => [Some(marker), Some(CALL_ID)],
-            Shape::Object(..) | Shape::List | Shape::Parameters => [None, None],
+            Shape::Object(..) | Shape::List | Shape::Parameters | Shape::Message => [None, None],
         };
-        [Some(self.open), self.close].into_iter().chain(inner).flatten()
+        // Those of messages are the thoughts', too.
+        let open = Some(self.open).filter(|open| !open.is_empty());
+        [open, self.close].into_iter().chain(inner).flatten()
     }
 
     /// The format of a name, for tests.
@@ -201,7 +219,23 @@ static THINKING: [Thinking; 2] = [
 impl Thinking {
     /// That of models with this template, if they think.
     pub fn of(template: &ChatTemplate) -> Option<&'static Self> {
+        if Format::of(template).shape == Shape::Message {
+            return Some(&harmony::THINKING);
+        }
         THINKING.iter().find(|it| template.contains(it.open) || template.contains(it.close))
+    }
+
+    /// Whether thoughts are messages of the text, as calls and the answer are.
+    pub fn is_in_messages(&self) -> bool {
+        *self == harmony::THINKING
+    }
+
+    /// The texts that may be special tokens.
+    pub fn markers(&self) -> Vec<&'static str> {
+        match self.is_in_messages() {
+            true => harmony::MARKERS.to_vec(),
+            false => vec![self.open, self.close],
+        }
     }
 
     /// Whether a prompt ends in thoughts, so that the text begins with them.
@@ -235,6 +269,7 @@ mod tests {
             ("<tool_call>\n<function={{ call.name }}>\n<parameter=", "qwen3-coder"),
             ("{{ '<seed:tool_call>\\n<function=' + call.name }}", "told"),
             ("{{ '<|python_tag|>' }}", "llama3"),
+            ("{{ '<|start|>assistant<|channel|>final<|message|>' + content }}", "harmony"),
             ("{{ messages[0].content }}", "told"),
             ("{{ '<tool_call>' + name + '<arg_key>' }}", "told"),
             ("{{ '<|python_tag|>' }}{{ '<function=' + name + '>' }}", "told"),
@@ -243,6 +278,12 @@ mod tests {
             assert_eq!(Format::of(&template(source)).name, name, "{source}");
         }
         assert_eq!(Thinking::of(&template("{{ x }}")), None);
+        assert_eq!(Thinking::of(&template("{{ '<|user|>' + x + '<|end|>' }}")), None);
+        let in_messages = Thinking::of(&template("{{ '<|channel|>final<|message|>' }}")).unwrap();
+        assert!(in_messages.is_in_messages());
+        assert!(in_messages.is_open("<|start|>assistant<|channel|>analysis<|message|>"));
+        let begun = "<|start|>user<|message|>Hi.<|end|><|start|>assistant";
+        assert!(!in_messages.is_open(begun) && !in_messages.is_over(begun));
         let thinking = Thinking::of(&template("{{ '<think>' }}")).unwrap();
         assert!(thinking.is_open("<|assistant|>\n<think>\n"));
         let over = "<|assistant|>\n<think>\n\n</think>\n\n";

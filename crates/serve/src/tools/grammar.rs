@@ -4,9 +4,11 @@
 //! start: thoughts? (calls | answer)      calls alone where one is asked for
 //! calls: open call close ...             as the family's format has it
 //! call:  {"name": "f", "arguments": ...  JSON of the tool's schema, or its properties one by one between tags
+//! answer: content                        with a header before it where texts consist of messages
 //! ```
 
 use super::formats::{Format, Shape, Thinking};
+use super::harmony::{self, pieces};
 use super::markers::is_left_out;
 use super::parameters::{self, END_FUNCTION, END_PARAMETER, FUNCTION, Kind, PARAMETER};
 use super::{Choice, Tool};
@@ -71,7 +73,15 @@ pub fn constrain(tokenizer: &Tokenizer, forced: &Forced) -> Result<Option<String
         rules.thoughts(thinking)?;
     }
     if answer {
-        rules.add("answer", &forced.answer.rule()?);
+        let rule = forced.answer.rule()?;
+        match forced.format.shape {
+            Shape::Message => {
+                let header = rules.written(harmony::ANSWER)?;
+                rules.add("answer", &format!("{header} content"));
+                rules.add("content", &rule);
+            }
+            _ => rules.add("answer", &rule),
+        }
     }
     if calls {
         rules.calls(forced)?;
@@ -98,19 +108,28 @@ impl Rules<'_> {
         })
     }
 
+    /// A text that has harmony's markers in it.
+    fn written(&self, text: &str) -> Result<String> {
+        let pieces = pieces(text).into_iter().map(|piece| self.marker(piece));
+        Ok(pieces.collect::<Result<Vec<_>>>()?.join(" "))
+    }
+
     fn special(&self, text: &str) -> Result<Option<u32>> {
         let Some(token) = self.tokenizer.token_to_id(text) else { return Ok(None) };
         Ok(is_left_out(self.tokenizer, token)?.then_some(token))
     }
 
     fn thoughts(&mut self, thinking: &Thinking) -> Result<()> {
-        let open = self.marker(thinking.open)?;
+        let (open, behind) = match thinking.is_in_messages() {
+            true => (self.written(thinking.open)?, self.written(harmony::NEXT)?),
+            false => (self.marker(thinking.open)?, "/[ \\n]{0,4}/".into()),
+        };
         self.add("thought", &open);
         let close = self.marker(thinking.close)?;
         match self.special(thinking.close)? {
-            Some(_) => self.add("thoughts", &format!("/(.|\\n)*/ {close} /[ \\n]{{0,4}}/")),
+            Some(_) => self.add("thoughts", &format!("/(.|\\n)*/ {close} {behind}")),
             None => {
-                self.add("thoughts", "thinking /[ \\n]{0,4}/");
+                self.add("thoughts", &format!("thinking {behind}"));
                 self.add("thinking[lazy]", &format!("/(.|\\n)*/ {close}"));
             }
         }
@@ -157,6 +176,8 @@ impl Rules<'_> {
                 let end = quoted(&format!("\n{END_PARAMETER}\n"));
                 self.add("text[lazy]", &format!("/(.|\\n)*/ {end}"));
             }
+            // A call ends the text.
+            Shape::Message => self.add("calls", "one"),
         }
         let mut ones = Vec::new();
         for (index, tool) in tools.iter().filter(named).enumerate() {
@@ -173,6 +194,9 @@ impl Rules<'_> {
                 Shape::Parameters => {
                     let before = format!("{FUNCTION}{}", tool.name);
                     format!("{} {arguments} {}", quoted(&before), quoted(END_FUNCTION))
+                }
+                Shape::Message => {
+                    format!("{} {arguments}", self.written(&harmony::call_header(&tool.name))?)
                 }
             };
             match format.shape {
@@ -271,7 +295,8 @@ mod tests {
     use metal_candle::generate::Grammars;
     use serde_json::Map;
 
-    const FORMATS: [&str; 8] = [
+    const FORMATS: [&str; 9] = [
+        "harmony",
         "mistral-named",
         "mistral",
         "phi4-mini",
@@ -346,8 +371,15 @@ mod tests {
 
     #[test]
     fn every_formats_grammar_compiles_with_special_tokens_and_without() {
-        let markers =
-            ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>"];
+        let mut markers = vec![
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<|tool_call|>",
+            "<|/tool_call|>",
+            "<think>",
+            "</think>",
+        ];
+        markers.extend(harmony::MARKERS);
         let thinking = Thinking { open: "<think>", close: "</think>" };
         let thinking: &'static Thinking = Box::leak(Box::new(thinking));
         let schema = Constraint::Schema("response_format", json!({"type": "integer"}));
@@ -361,6 +393,10 @@ mod tests {
                     (Choice::Named("g-1".into()), &Constraint::None),
                     (Choice::Auto, &schema),
                 ] {
+                    let thinking = match format.shape {
+                        Shape::Message => &harmony::THINKING,
+                        _ => thinking,
+                    };
                     for thinking in [None, Some((thinking, true)), Some((thinking, false))] {
                         for parallel in [true, false] {
                             let choice = &choice;
@@ -380,6 +416,44 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn messages_have_their_headers() {
+        let tools = example::tools(&["f"]);
+        let answer = Constraint::Choice(vec!["a".into(), "b".into()]);
+        let source = |special: &[&str], is_open| {
+            let forced = Forced {
+                format: Format::named("harmony"),
+                tools: &tools,
+                choice: &Choice::Auto,
+                parallel: true,
+                answer: &answer,
+                thinking: Some((&harmony::THINKING, is_open)),
+            };
+            constrain(&example::tokenizer(special), &forced).unwrap().unwrap()
+        };
+        let literal = source(&[], false);
+        for line in [
+            r#"start: (thought thoughts)? body"#,
+            r#"body: calls | answer"#,
+            r#"thought: "<|channel|>" "analysis" "<|message|>""#,
+            r#"thoughts: thinking "<|start|>" "assistant""#,
+            r#"thinking[lazy]: /(.|\n)*/ "<|end|>""#,
+            r#"answer: "<|channel|>" "final" "<|message|>" content"#,
+            r#"content: "a" | "b""#,
+            r#"calls: one"#,
+            r#"one0: "<|channel|>" "commentary to=functions.f " "<|constrain|>" "json" "<|message|>" arguments0"#,
+        ] {
+            assert!(literal.lines().any(|it| it == line), "{line}\n{literal}");
+        }
+        let tokenizer = example::tokenizer(&harmony::MARKERS);
+        let token = |text: &str| format!("<[{}]>", tokenizer.token_to_id(text).unwrap());
+        let special = source(&harmony::MARKERS, true);
+        let (end, start) = (token("<|end|>"), token("<|start|>"));
+        let line = format!(r#"thoughts: /(.|\n)*/ {end} {start} "assistant""#);
+        assert!(special.lines().any(|it| it == line), "{line}\n{special}");
+        assert!(special.starts_with("start: thoughts body\n"), "{special}");
     }
 
     #[test]

@@ -12,6 +12,8 @@ use sha2::{Digest, Sha256};
 const SHORT_ID: usize = 9;
 /// The field of a message that has its calls.
 const CALLS: &str = "tool_calls";
+/// The field that has what the model thought, which templates find as `thinking`, too.
+const THOUGHTS: &str = "reasoning_content";
 
 /// The form of calls' arguments. Most templates want objects, which they write as their family does; some put a text
 /// between others and fail with an object.
@@ -76,9 +78,18 @@ fn fit(
     format: &Format,
     template: &ChatTemplate,
 ) -> Result<(Vec<Message>, Option<Vec<Value>>)> {
-    let shown: Vec<Value> = tools.iter().map(Tool::for_template).collect();
+    let mut shown: Vec<Value> = tools.iter().map(Tool::for_template).collect();
     if format.short_ids {
         messages = messages.into_iter().map(with_short_ids).collect();
+    }
+    if format.shape == Shape::Message {
+        messages = with_single_calls(messages);
+        // Its template writes the description without asking whether there is one.
+        let functions =
+            shown.iter_mut().filter_map(|tool| tool.get_mut("function")?.as_object_mut());
+        functions.for_each(|it| {
+            it.entry("description").or_insert_with(|| "".into());
+        });
     }
     // Where the first message tells how calls are written, those of before are written so, too.
     let tells = format.placement == Placement::Text && !shown.is_empty();
@@ -163,7 +174,7 @@ fn told(message: Message, format: &Format) -> Message {
             each.collect::<Vec<_>>().join("\n")
         }
         // Its templates write calls themselves.
-        Shape::Parameters | Shape::List | Shape::Named(_) => {
+        Shape::Parameters | Shape::List | Shape::Named(_) | Shape::Message => {
             format!("{open}[{}]{close}", written.join(", "))
         }
     };
@@ -174,6 +185,44 @@ fn told(message: Message, format: &Format) -> Message {
     fields.insert("content".into(), Value::from(text));
     // It had a role, and has it still.
     Message::from_fields(fields).unwrap_or(message)
+}
+
+/// The messages with one call in each, directly before its result, as harmony's template writes the first call of a
+/// message alone and takes a result for that of the call before it. What the model thought and said before a call is one
+/// text, as the template refuses two.
+fn with_single_calls(messages: Vec<Message>) -> Vec<Message> {
+    let mut single = Vec::with_capacity(messages.len());
+    let mut messages = messages.into_iter().peekable();
+    while let Some(mut message) = messages.next() {
+        let Some(Value::Array(calls)) = message.get(CALLS).cloned() else {
+            single.push(message);
+            continue;
+        };
+        let said = message.text().unwrap_or_default();
+        let thoughts = message.get(THOUGHTS).and_then(Value::as_str).unwrap_or_default();
+        if !said.is_empty() && !thoughts.is_empty() {
+            let both = Value::from(format!("{thoughts}\n\n{said}"));
+            message = message.with("content", "".into()).with(THOUGHTS, both);
+        }
+        let mut results = Vec::new();
+        while let Some(result) = messages.next_if(|it| it.role() == "tool") {
+            results.push(Some(result));
+        }
+        for (index, call) in calls.into_iter().enumerate() {
+            let caller = match index {
+                0 => message.clone(),
+                _ => Message::new(message.role(), ""),
+            };
+            let id = call.get("id").cloned();
+            single.push(caller.with(CALLS, Value::Array(vec![call])));
+            let of_call = |it: &&mut Option<Message>| {
+                it.as_ref().is_some_and(|it| id.is_some() && it.get("tool_call_id") == id.as_ref())
+            };
+            single.extend(results.iter_mut().filter(of_call).filter_map(Option::take));
+        }
+        single.extend(results.into_iter().flatten());
+    }
+    single
 }
 
 /// The message with identifiers of nine letters and digits, each for one of any length.
@@ -327,6 +376,56 @@ mod tests {
         // Without tools nobody is told of a form, and the template's own is right.
         let given = written(&own, json!("{\"a\": 1}"), &[]).unwrap();
         assert!(given.ends_with("<user>Do it.<assistant>CALL f<tool>done"), "{given}");
+    }
+
+    #[test]
+    fn messages_have_one_call_each_and_its_result() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/templates/harmony.jinja");
+        let harmony = template(&std::fs::read_to_string(path).unwrap());
+        let call = |id: &str, name: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": "{\"a\": 1}"}});
+        let result =
+            |id: &str| json!({"role": "tool", "content": format!("of {id}"), "tool_call_id": id});
+        let written = |more: &[Value]| {
+            let mut conversation = vec![
+                json!({"role": "system", "content": "Be brief."}),
+                json!({"role": "user", "content": "Do it."}),
+                json!({"role": "assistant", "content": "I look.", "reasoning_content": "hm",
+                    "tool_calls": [call("1", "f"), call("2", "g")]}),
+                result("2"),
+                result("1"),
+            ];
+            conversation.extend_from_slice(more);
+            let messages = messages(conversation.into());
+            let tool = Tool::new("tools", "f".into(), None, None).unwrap();
+            rendered(("messages", &messages), &[tool], &harmony, |messages, tools| {
+                let options = RenderOptions {
+                    tools,
+                    add_generation_prompt: true,
+                    ..RenderOptions::default()
+                };
+                Ok(harmony.render(messages, &options)?)
+            })
+            .unwrap()
+        };
+        let called = |name: &str, id: &str| {
+            format!(
+                "<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{{\"a\": 1}}<|call|>\
+                 <|start|>functions.{name} to=assistant<|channel|>commentary<|message|>\"of {id}\"<|end|>"
+            )
+        };
+        let both = format!("{}{}", called("f", "1"), called("g", "2"));
+        let thoughts = "<|start|>assistant<|channel|>analysis<|message|>hm\n\nI look.<|end|>";
+        let text = written(&[]);
+        assert!(text.contains("Be brief.\n// \nf("), "{text}");
+        let end = format!("Do it.<|end|>{thoughts}{both}<|start|>assistant");
+        assert!(text.ends_with(&end), "{text}");
+        // An answer makes its thoughts needless, and those before it.
+        let answer = json!({"role": "assistant", "content": "Done.", "reasoning_content": "so"});
+        let text = written(&[answer, json!({"role": "user", "content": "And?"})]);
+        let end = "<|start|>assistant<|channel|>final<|message|>Done.<|end|><|start|>user<|message|>And?<|end|><|start|>assistant";
+        assert!(text.ends_with(&format!("Do it.<|end|>{both}{end}")), "{text}");
+        // A result of nothing stays where it can.
+        assert!(written(&[result("3")]).ends_with("\"of 3\"<|end|><|start|>assistant"));
     }
 
     #[test]

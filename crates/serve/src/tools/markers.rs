@@ -8,6 +8,7 @@ use metal_candle::Result;
 use metal_candle::generate::Piece;
 use metal_candle::text::Tokenizer;
 use std::collections::VecDeque;
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// Markers of one text that are put into it, at most; finding a place may take as long as decoding the text.
@@ -15,8 +16,8 @@ const MOST_PLACES: usize = 512;
 
 /// Puts markers back into a text.
 #[derive(Debug)]
-pub struct Markers {
-    tokenizer: Arc<Tokenizer>,
+pub struct Markers<T> {
+    tokenizer: T,
     markers: Arc<[(u32, &'static str)]>,
     /// Whether text may be told later than its token.
     holds_back: bool,
@@ -36,32 +37,28 @@ pub fn is_left_out(tokenizer: &Tokenizer, token: u32) -> Result<bool> {
         && !tokenizer.decode(&[token], false)?.is_empty())
 }
 
-impl Markers {
-    /// Those of `texts` that are special tokens.
-    ///
-    /// # Errors
-    /// When the tokenizer fails.
-    pub fn find(
-        tokenizer: &Tokenizer,
-        texts: impl Iterator<Item = &'static str>,
-    ) -> Result<Arc<[(u32, &'static str)]>> {
-        let mut markers = Vec::new();
-        for text in texts {
-            if let Some(token) = tokenizer.token_to_id(text)
-                && is_left_out(tokenizer, token)?
-            {
-                markers.push((token, text));
-            }
+/// Those of `texts` that are special tokens.
+///
+/// # Errors
+/// When the tokenizer fails.
+pub fn find_markers(
+    tokenizer: &Tokenizer,
+    texts: impl Iterator<Item = &'static str>,
+) -> Result<Arc<[(u32, &'static str)]>> {
+    let mut markers = Vec::new();
+    for text in texts {
+        if let Some(token) = tokenizer.token_to_id(text)
+            && is_left_out(tokenizer, token)?
+        {
+            markers.push((token, text));
         }
-        Ok(markers.into())
     }
+    Ok(markers.into())
+}
 
+impl<T: Deref<Target = Tokenizer>> Markers<T> {
     /// For a text; `holds_back` says whether it has stop strings.
-    pub fn new(
-        tokenizer: Arc<Tokenizer>,
-        markers: Arc<[(u32, &'static str)]>,
-        holds_back: bool,
-    ) -> Self {
+    pub fn new(tokenizer: T, markers: Arc<[(u32, &'static str)]>, holds_back: bool) -> Self {
         let (tokens, places) = (Vec::new(), VecDeque::new());
         Self { tokenizer, markers, holds_back, tokens, told: 0, places, found: 0 }
     }
@@ -111,6 +108,7 @@ impl Markers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tools::harmony::{MARKERS, THINKING};
     use crate::tools::{Format, Parser, Part, Thinking, example};
     use metal_candle::generate::StopStrings;
 
@@ -147,15 +145,15 @@ mod tests {
 
     /// What is made of a text as it comes, token by token: the thoughts, the answer and the calls.
     fn read(format: &'static Format, text: &str, stops: &[&str]) -> (String, String, Vec<String>) {
-        static THINKING: Thinking = Thinking { open: "<think>", close: "</think>" };
+        static TAGS: Thinking = Thinking { open: "<think>", close: "</think>" };
         let tokenizer = Arc::new(example::tokenizer(&SPECIAL));
-        let texts = format.markers().chain([THINKING.open, THINKING.close]);
-        let markers = Markers::find(&tokenizer, texts).unwrap();
+        let texts = format.markers().chain(TAGS.markers());
+        let markers = find_markers(&tokenizer, texts).unwrap();
         let pieces = pieces(&tokenizer, text, stops);
         let decoded: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
         assert!(SPECIAL.iter().all(|marker| !decoded.contains(marker)), "{decoded}");
         let tools = example::tools(&["f", "g"]);
-        let mut parser = Parser::new(Some(format), Some(&THINKING), false, tools, true);
+        let mut parser = Parser::new(Some(format), Some(&TAGS), false, tools, true);
         let mut markers = Markers::new(tokenizer, markers, !stops.is_empty());
         let mut parts = Vec::new();
         for piece in pieces {
@@ -207,11 +205,32 @@ mod tests {
     }
 
     #[test]
+    fn messages_between_special_tokens_are_read() {
+        let tokenizer = Arc::new(example::tokenizer(&MARKERS));
+        let markers = find_markers(&tokenizer, THINKING.markers().into_iter()).unwrap();
+        assert_eq!(markers.len(), MARKERS.len());
+        let text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.\
+            <|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": \"é\"}<|call|>";
+        for stops in [&[][..], &["the end of all", "I look, too"][..]] {
+            let tools = example::tools(&["f"]);
+            let format = Format::named("harmony");
+            let mut parser = Parser::new(Some(format), Some(&THINKING), false, tools, true);
+            let mut restored = Markers::new(tokenizer.clone(), markers.clone(), !stops.is_empty());
+            let mut parts = Vec::new();
+            for piece in pieces(&tokenizer, text, stops) {
+                assert!(!piece.text.contains("<|"));
+                parts.extend(parser.push(&restored.restore(piece).unwrap()));
+            }
+            parts.extend(parser.finish());
+            assert_eq!(example::joined(parts), "[hm]I look.|f({\"a\": \"é\"})", "{stops:?}");
+        }
+    }
+
+    #[test]
     fn special_tokens_stand_where_they_stood() {
         let special = ["<think>", "</think>", "[TOOL_CALLS]"];
         let tokenizer = Arc::new(example::tokenizer(&special));
-        let markers =
-            Markers::find(&tokenizer, special.into_iter().chain(["<tool_call>"])).unwrap();
+        let markers = find_markers(&tokenizer, special.into_iter().chain(["<tool_call>"])).unwrap();
         assert_eq!(markers.len(), 3);
         for text in [
             "<think>hm</think>Yes, é[TOOL_CALLS][]",

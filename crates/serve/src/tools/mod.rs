@@ -1,23 +1,26 @@
 //! Tools: what a model may call, and how the families write calls and what they think before an answer.
 //!
 //! `formats.rs` is a table of the families' formats, found by what a chat template has in it. `parser.rs` takes a text
-//! apart as it comes, `calls.rs` reads the calls in it, `parameters.rs` those whose arguments stand between tags,
+//! apart as it comes, `harmony.rs` one that consists of messages, `calls.rs` reads the calls in it, `parameters.rs` those whose arguments stand between tags,
 //! `grammar.rs` says how a call has to be written where one is asked for, `history.rs` writes calls and their results
 //! into conversations for templates that know of none, and `markers.rs` puts the special tokens into a text that it has
-//! been decoded without.
+//! been decoded without. `apart.rs` is for texts that no request asked for.
 
+mod apart;
 mod calls;
 mod formats;
 mod grammar;
+mod harmony;
 mod history;
 mod markers;
 mod parameters;
 mod parser;
 
+pub use apart::{Apart, Said};
 pub use formats::{Format, Thinking};
 pub use grammar::{Forced, constrain};
 pub use history::rendered;
-pub use markers::Markers;
+pub use markers::{Markers, find_markers};
 pub use parser::{Call, Parser, Part};
 
 use crate::constraint::LARGEST;
@@ -258,10 +261,10 @@ mod tests {
     }
 }
 
-/// Tokenizers and tools for tests.
+/// Tokenizers, tools and texts for tests.
 #[cfg(test)]
 mod example {
-    use super::Tool;
+    use super::{Parser, Part, Tool};
     use metal_candle::text::{Tokenizer, TokenizerFiles};
     use serde_json::{Value, json};
     use std::path::Path;
@@ -271,6 +274,42 @@ mod example {
     pub fn tools(names: &[&str]) -> Arc<[Tool]> {
         let tool = |name: &&str| Tool::new("tools", (*name).into(), None, None).unwrap();
         names.iter().map(tool).collect()
+    }
+
+    /// The parts joined: thoughts in brackets, calls as `name(arguments)`.
+    pub fn joined(parts: Vec<Part>) -> String {
+        let (mut thoughts, mut text, mut calls) = (String::new(), String::new(), String::new());
+        for part in parts {
+            match part {
+                Part::Reasoning(more) => thoughts += &more,
+                Part::Text(more) => text += &more,
+                Part::Call(call) => {
+                    assert!(call.id.starts_with("call_"));
+                    calls += &format!("{}({})", call.name, call.arguments);
+                }
+            }
+        }
+        format!("[{thoughts}]{text}|{calls}")
+    }
+
+    /// What comes of a text at once, in two pieces split at every byte, and byte by byte, which has to be the same.
+    pub fn parsed(parser: &Parser, text: &str) -> String {
+        let run = |pieces: &[&str]| {
+            let mut parser = parser.clone();
+            let mut parts: Vec<Part> = pieces.iter().flat_map(|it| parser.push(it)).collect();
+            parts.extend(parser.finish());
+            joined(parts)
+        };
+        let whole = run(&[text]);
+        let places: Vec<usize> = text.char_indices().map(|(place, _)| place).collect();
+        for place in &places {
+            let (before, after) = text.split_at(*place);
+            assert_eq!(run(&[before, after]), whole, "split at {place}");
+        }
+        let characters: Vec<String> = text.chars().map(String::from).collect();
+        let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
+        assert_eq!(run(&characters), whole, "by characters");
+        whole
     }
 
     /// The demo's tokenizer, to which these special tokens are added.

@@ -1,11 +1,13 @@
 //! A text of a model, taken apart as it comes: thoughts, the answer, and calls of tools.
 //!
 //! Held back is what may still turn out to be a marker, white space that goes if a call follows, and a call until it is
-//! whole. What begins as a call and isn't one (it is not JSON, or names a tool that there isn't) remains text.
+//! whole. What begins as a call and isn't one (it is not JSON, or names a tool that there isn't) remains text. Texts of
+//! messages with headers are taken apart by `harmony.rs`.
 
 use super::Tool;
-use super::calls::{MOST_CALLS, Read, read};
-use super::formats::{Format, Thinking};
+use super::calls::{MOST_CALLS, Read, Written, read};
+use super::formats::{Format, Shape, Thinking};
+use super::harmony::Messages;
 use crate::app::new_id;
 use std::sync::Arc;
 
@@ -31,6 +33,91 @@ pub enum Part {
     Call(Call),
 }
 
+/// The calls that may be told of a text.
+#[derive(Debug, Clone)]
+pub struct Tellable {
+    tools: Arc<[Tool]>,
+    /// How many, at most, and how many were.
+    most: usize,
+    told: usize,
+}
+
+impl Tellable {
+    /// Calls of these tools, several if `parallel`.
+    fn new(tools: Arc<[Tool]>, parallel: bool) -> Self {
+        Self { tools, most: if parallel { MOST_CALLS } else { 1 }, told: 0 }
+    }
+
+    /// Whether there is a tool of this name.
+    pub fn has_tool(&self, name: &str) -> bool {
+        self.tools.iter().any(|tool| tool.name == name)
+    }
+
+    /// Tells calls, as far as there may be more.
+    pub fn tell(&mut self, calls: Vec<Written>, parts: &mut Vec<Part>) {
+        for (name, arguments) in calls {
+            if self.told < self.most {
+                self.told += 1;
+                parts.push(Part::Call(Call { id: new_id("call_"), name, arguments }));
+            }
+        }
+    }
+}
+
+/// Takes a text apart.
+#[derive(Debug, Clone)]
+pub enum Parser {
+    /// With markers around thoughts and calls.
+    Marked(Marked),
+    /// Of messages with headers.
+    Messages(Messages),
+}
+
+impl Parser {
+    /// For a text of a model that writes calls and thoughts so. `reasoning` says that the prompt ends in thoughts.
+    pub fn new(
+        format: Option<&'static Format>,
+        thinking: Option<&'static Thinking>,
+        reasoning: bool,
+        tools: Arc<[Tool]>,
+        parallel: bool,
+    ) -> Self {
+        let in_messages = format.is_some_and(|it| it.shape == Shape::Message)
+            || thinking.is_some_and(Thinking::is_in_messages);
+        // Without a format no calls are told, whatever the tools are.
+        let tools = if format.is_some() { tools } else { Arc::default() };
+        let tellable = Tellable::new(tools, parallel);
+        match in_messages {
+            true => Self::Messages(Messages::new(tellable, reasoning)),
+            false => Self::Marked(Marked::new(format, thinking, reasoning, tellable)),
+        }
+    }
+
+    /// Whether what comes next belongs to the thoughts, as far as is known.
+    pub fn is_reasoning(&self) -> bool {
+        match self {
+            Self::Marked(marked) => marked.state == State::Reasoning,
+            Self::Messages(messages) => messages.is_reasoning(),
+        }
+    }
+
+    /// Takes the next piece of the text; gives the parts that are certain now.
+    pub fn push(&mut self, text: &str) -> Vec<Part> {
+        match self {
+            Self::Marked(marked) => marked.push(text),
+            Self::Messages(messages) => messages.push(text),
+        }
+    }
+
+    /// The end of the text; gives what was held back.
+    pub fn finish(&mut self) -> Vec<Part> {
+        match self {
+            Self::Marked(marked) => marked.finish(),
+            Self::Messages(messages) => messages.finish(),
+        }
+    }
+}
+
 /// Where in a text the parser is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum State {
@@ -46,15 +133,12 @@ enum State {
     },
 }
 
-/// Takes a text apart.
+/// Takes a text apart that has markers around thoughts and calls.
 #[derive(Debug, Clone)]
-pub struct Parser {
+pub struct Marked {
     format: Option<&'static Format>,
     thinking: Option<&'static Thinking>,
-    tools: Arc<[Tool]>,
-    /// Calls that are told, at most.
-    most_calls: usize,
-    calls: usize,
+    tellable: Tellable,
     state: State,
     /// What has come and is not told yet.
     held: String,
@@ -66,50 +150,31 @@ pub struct Parser {
     trims: bool,
 }
 
-impl Parser {
-    /// For a text of a model that writes calls and thoughts so. `reasoning` says that the prompt ends in thoughts.
-    pub fn new(
+impl Marked {
+    fn new(
         format: Option<&'static Format>,
         thinking: Option<&'static Thinking>,
         reasoning: bool,
-        tools: Arc<[Tool]>,
-        parallel: bool,
+        tellable: Tellable,
     ) -> Self {
         let state = match (thinking, reasoning) {
             (Some(_), true) => State::Reasoning,
             (Some(_), false) => State::Start,
             (None, _) => State::Answer,
         };
-        let most_calls = if parallel { MOST_CALLS } else { 1 };
-        Self {
-            format,
-            thinking,
-            tools,
-            most_calls,
-            calls: 0,
-            state,
-            held: String::new(),
-            searched: 0,
-            thought: false,
-            trims: false,
-        }
+        let (held, searched) = (String::new(), 0);
+        let (thought, trims) = (false, false);
+        Self { format, thinking, tellable, state, held, searched, thought, trims }
     }
 
-    /// Whether what comes next belongs to the thoughts, as far as is known.
-    pub fn is_reasoning(&self) -> bool {
-        self.state == State::Reasoning
-    }
-
-    /// Takes the next piece of the text; gives the parts that are certain now.
-    pub fn push(&mut self, text: &str) -> Vec<Part> {
+    fn push(&mut self, text: &str) -> Vec<Part> {
         self.held.push_str(text);
         let mut parts = Vec::new();
         while self.advance(&mut parts) {}
         parts
     }
 
-    /// The end of the text; gives what was held back.
-    pub fn finish(&mut self) -> Vec<Part> {
+    fn finish(&mut self) -> Vec<Part> {
         let mut parts = Vec::new();
         while self.advance(&mut parts) {}
         let held = std::mem::take(&mut self.held);
@@ -212,12 +277,12 @@ impl Parser {
         };
         while let Some(found) = self.held.get(self.searched..).and_then(|it| it.find(close)) {
             let end = self.searched + found;
-            match read(format, &self.held[..end], &self.tools) {
+            match read(format, &self.held[..end], &self.tellable.tools) {
                 // The marker stands in a text of the arguments.
                 Read::Unfinished => self.searched = end + close.len(),
                 Read::Calls(calls, rest) if rest.is_empty() && self.are_tools(&calls) => {
                     self.held.drain(..end + close.len());
-                    self.tell_calls(calls, parts);
+                    self.tellable.tell(calls, parts);
                     self.trims = true;
                     self.state = State::Text;
                     return true;
@@ -239,12 +304,12 @@ impl Parser {
 
     /// The text ends among calls.
     fn end_calls(&mut self, body: &str, bare: bool, parts: &mut Vec<Part>) {
-        let read = self.format.map(|format| (format, read(format, body, &self.tools)));
+        let read = self.format.map(|format| (format, read(format, body, &self.tellable.tools)));
         match read {
             Some((_, Read::Calls(calls, rest)))
                 if self.are_tools(&calls) && (!bare || rest.is_empty()) =>
             {
-                self.tell_calls(calls, parts);
+                self.tellable.tell(calls, parts);
                 self.trims = true;
                 self.tell_text(rest, parts);
             }
@@ -255,17 +320,8 @@ impl Parser {
         }
     }
 
-    fn are_tools(&self, calls: &[(String, String)]) -> bool {
-        calls.iter().all(|(name, _)| self.tools.iter().any(|tool| tool.name == *name))
-    }
-
-    fn tell_calls(&mut self, calls: Vec<(String, String)>, parts: &mut Vec<Part>) {
-        for (name, arguments) in calls {
-            if self.calls < self.most_calls {
-                self.calls += 1;
-                parts.push(Part::Call(Call { id: new_id("call_"), name, arguments }));
-            }
-        }
+    fn are_tools(&self, calls: &[Written]) -> bool {
+        calls.iter().all(|(name, _)| self.tellable.has_tool(name))
     }
 
     fn tell_text(&mut self, text: String, parts: &mut Vec<Part>) {
@@ -297,49 +353,13 @@ fn keep_from(text: &str, marker: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tools::example;
+    use crate::tools::example::{self, parsed};
 
     fn parser(format: &str) -> Parser {
         let tools = example::tools(&["f", "g"]);
         let thinking = Thinking { open: "<think>", close: "</think>" };
         let thinking: &'static Thinking = Box::leak(Box::new(thinking));
         Parser::new(Some(Format::named(format)), Some(thinking), false, tools, true)
-    }
-
-    /// The parts joined: thoughts in brackets, calls as `name(arguments)`.
-    fn joined(parts: Vec<Part>) -> String {
-        let (mut thoughts, mut text, mut calls) = (String::new(), String::new(), String::new());
-        for part in parts {
-            match part {
-                Part::Reasoning(more) => thoughts += &more,
-                Part::Text(more) => text += &more,
-                Part::Call(call) => {
-                    assert!(call.id.starts_with("call_"));
-                    calls += &format!("{}({})", call.name, call.arguments);
-                }
-            }
-        }
-        format!("[{thoughts}]{text}|{calls}")
-    }
-
-    /// What comes of a text at once, in two pieces split at every byte, and byte by byte, which has to be the same.
-    fn parsed(parser: &Parser, text: &str) -> String {
-        let run = |pieces: &[&str]| {
-            let mut parser = parser.clone();
-            let mut parts: Vec<Part> = pieces.iter().flat_map(|it| parser.push(it)).collect();
-            parts.extend(parser.finish());
-            joined(parts)
-        };
-        let whole = run(&[text]);
-        let places: Vec<usize> = text.char_indices().map(|(place, _)| place).collect();
-        for place in &places {
-            let (before, after) = text.split_at(*place);
-            assert_eq!(run(&[before, after]), whole, "split at {place}");
-        }
-        let characters: Vec<String> = text.chars().map(String::from).collect();
-        let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
-        assert_eq!(run(&characters), whole, "by characters");
-        whole
     }
 
     #[test]
@@ -409,7 +429,8 @@ mod tests {
 
     #[test]
     fn thoughts_may_begin_in_the_prompt_or_never_end() {
-        let thinking = parser("hermes").thinking;
+        static THINKING: Thinking = Thinking { open: "<think>", close: "</think>" };
+        let thinking = Some(&THINKING);
         let open = Parser::new(None, thinking, true, Arc::new([]), true);
         assert_eq!(parsed(&open, "\nhm\n</think>\n\nYes. "), "[hm]Yes. |");
         assert_eq!(parsed(&open, "hm, <thi"), "[hm, <thi]|");
