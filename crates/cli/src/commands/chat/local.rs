@@ -8,6 +8,7 @@ use crate::output::Terminal;
 use crate::prompts;
 use metal_candle::generate::GenerateOptions;
 use metal_candle::text::Message;
+use metal_candle_serve::{Apart, Said};
 
 /// A model, and what it has read of the conversation.
 pub struct Local<'a> {
@@ -47,10 +48,21 @@ impl Partner for Local<'_> {
         let mut options = self.options.clone();
         // Two turns with the same draws would tend to repeat each other.
         options.sampling.seed = options.sampling.seed.wrapping_add(turn);
-        let written = self.writer.write(ids, options, |piece| {
-            answer.push(&piece.text)?;
+        let mut apart = Apart::of(tokenizer, !options.stop.is_empty())?;
+        self.writer.write(ids, options, |piece| {
+            match &mut apart {
+                Some(apart) => say(answer, apart.push(piece)?)?,
+                None => answer.push(&piece.text)?,
+            }
             Ok(!answer.is_stopped())
-        });
-        written.map(drop)
+        })?;
+        say(answer, apart.map(|mut apart| apart.finish()).unwrap_or_default())
     }
+}
+
+fn say(answer: &mut Answer, said: Vec<Said>) -> anyhow::Result<()> {
+    said.into_iter().try_for_each(|said| match said {
+        Said::Thought(text) => answer.think(&text),
+        Said::Answer(text) => answer.push(&text),
+    })
 }

@@ -132,18 +132,37 @@ trait Partner {
 struct Answer {
     text: String,
     flow: Flow,
+    /// Whether what was written last is thoughts, whose end isn't written yet.
+    thinks: bool,
     stop: Arc<AtomicBool>,
 }
 
 impl Answer {
     fn new() -> Self {
         let stop = interrupt::watch("");
-        Self { text: String::new(), flow: Flow::new(stdout_columns()), stop }
+        Self { text: String::new(), flow: Flow::new(stdout_columns()), thinks: false, stop }
     }
 
     /// Writes a piece of it.
     fn push(&mut self, piece: &str) -> anyhow::Result<()> {
+        if piece.is_empty() {
+            return Ok(());
+        }
+        if std::mem::take(&mut self.thinks) {
+            self.show("\n</think>\n\n")?;
+        }
         self.text.push_str(piece);
+        self.show(piece)
+    }
+
+    /// Writes a piece of what is thought before it, as most models write their thoughts; the next turn is told of none.
+    fn think(&mut self, piece: &str) -> anyhow::Result<()> {
+        if piece.is_empty() {
+            return Ok(());
+        }
+        if !std::mem::replace(&mut self.thinks, true) {
+            self.show(if self.text.is_empty() { "<think>\n" } else { "\n\n<think>\n" })?;
+        }
         self.show(piece)
     }
 
@@ -294,5 +313,22 @@ impl<P: Partner> Conversation<P> {
                 Err(error)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_what_was_said_without_what_was_thought() {
+        let stop = Arc::default();
+        let mut answer = Answer { text: String::new(), flow: Flow::new(None), thinks: false, stop };
+        for (thought, text) in [("h", ""), ("m", ""), ("", "Yes"), ("", "."), ("so", " No.")] {
+            answer.think(thought).unwrap();
+            answer.push(text).unwrap();
+        }
+        assert!(!answer.thinks);
+        assert_eq!(answer.finish().unwrap(), "Yes. No.");
     }
 }

@@ -133,7 +133,6 @@ impl Partner for Remote {
         answer: &mut Answer,
     ) -> anyhow::Result<()> {
         let told = self.ask(messages, turn);
-        let mut thinks = false;
         while !answer.is_stopped() {
             let event = match told.recv_timeout(GLANCE) {
                 Ok(event) => event?,
@@ -144,18 +143,8 @@ impl Partner for Remote {
                 break;
             }
             let Delta { thought, text } = delta(&event)?;
-            // As a model here writes its thoughts; the next turn is told of none.
-            if !thought.is_empty() {
-                let begin = if thinks { "" } else { "<think>\n" };
-                answer.show(&format!("{begin}{thought}"))?;
-                thinks = true;
-            }
-            if !text.is_empty() {
-                if std::mem::take(&mut thinks) {
-                    answer.show("\n</think>\n\n")?;
-                }
-                answer.push(&text)?;
-            }
+            answer.think(&thought)?;
+            answer.push(&text)?;
         }
         Ok(())
     }
