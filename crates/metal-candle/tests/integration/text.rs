@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use metal_candle::text::{Message, RenderOptions, Tokenizer};
+use metal_candle::text::{ChatTemplate, Message, RenderOptions, Tokenizer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -1010,4 +1010,39 @@ fn variables_reasoning_and_nulls_reach_the_template() {
         render("{{ strftime_now('%Q') }}", user.clone()).unwrap_err().to_string().contains("%Q")
     );
     assert!(render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", user).is_err());
+}
+
+#[test]
+fn spans_hold_the_channels_of_a_turn() {
+    let special = |texts: &[&str]| texts.iter().map(|it| (*it).to_string()).collect::<Vec<_>>();
+    let names = ["start", "end", "message", "channel", "constrain", "return", "call"];
+    let markers = names.map(|name| format!("<|{name}|>")).to_vec();
+    let ends = special(&["<|return|>", "<|call|>"]);
+    let source = std::fs::read_to_string(fixtures().join("templates/harmony.jinja")).unwrap();
+    let template = ChatTemplate::new(&source, Vec::new(), markers, ends).unwrap();
+    let spans = |conversation: Value| {
+        let rendered =
+            template.render_with_spans(&messages(conversation), &RenderOptions::default()).unwrap();
+        assert!(!rendered.unended);
+        let text = |span: &Range<usize>| rendered.text[span.clone()].to_string();
+        rendered.assistant.iter().map(text).collect::<Vec<_>>()
+    };
+    // Thoughts are written of the last turn alone, and what ends a turn that isn't the last one is another token.
+    let thought = json!([
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "1", "thinking": "easy"},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "2", "thinking": "hard"},
+    ]);
+    let last = "<|channel|>analysis<|message|>hard<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>";
+    assert_eq!(spans(thought), ["<|channel|>final<|message|>1<|end|>", last]);
+    let call = json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]);
+    let called = json!([
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": call},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "It is 1."},
+    ]);
+    let call = " to=functions.f<|channel|>commentary json<|message|>{\"a\": 1}<|call|>";
+    assert_eq!(spans(called), [call, "<|channel|>final<|message|>It is 1.<|return|>"]);
 }
