@@ -101,20 +101,19 @@ template <typename T, int MATRICES> struct DenseTiles {
         }
     }
 
-    template <int SET> __device__ __forceinline__ void fetch(int, int, int, int) {}
-    template <int SET> __device__ __forceinline__ void land(uint32_t) const {}
+    __device__ __forceinline__ void fetch(int, int, int, int) {}
+    __device__ __forceinline__ void land(uint32_t) const {}
 };
 
-/// The same of matrices in fewer bits: a thread fetches 32 neighbouring codes of two tiles ahead, and makes numbers of them, those of
-/// numbers.cuh but that an offset is added before what it is added to is rounded.
+/// The same of matrices in fewer bits: a thread fetches 32 neighbouring codes ahead, and makes numbers of them, those of numbers.cuh
+/// but that an offset is added before what it is added to is rounded.
 template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
     using Entry = Packed;
     const Packed *matrices;
-    struct Fetched {
-        uint32_t words[BITS];
-        StoredScale scales[2];
-        bool is_there;
-    } sets[2];
+    uint32_t words[BITS];
+    StoredScale scales[2];
+    int matrix;
+    bool is_there;
 
     __device__ __forceinline__ PackedTiles(const Entry *entries, unsigned char *room) {
         uint32_t *const to = reinterpret_cast<uint32_t *>(room);
@@ -126,18 +125,17 @@ template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
 
     __device__ __forceinline__ void copy(uint32_t, int, int, int, int) const {}
 
-    template <int SET>
     __device__ __forceinline__ void fetch(int first_column, int start, int depth, int columns) {
-        auto &[words, scales, is_there] = sets[SET];
         const int k = start + threadIdx.x % 2 * 32;
         const int2 line = line_of<MATRICES>(first_column, threadIdx.x / 2);
+        matrix = line.y;
         is_there = k < depth && line.x < columns;
         if (!is_there) {
 #pragma unroll
             for (int i = 0; i < BITS; i++) words[i] = 0;
             return;
         }
-        const Packed &q = matrices[line.y];
+        const Packed &q = matrices[matrix];
         const int64_t element = int64_t(line.x) * depth + k;
         const uint32_t *const from = static_cast<const uint32_t *>(q.codes) + element / 32 * BITS;
         if constexpr (BITS % 4 == 0) {
@@ -155,9 +153,8 @@ template <typename T, int MATRICES, int BITS, int KIND> struct PackedTiles {
         scales[1] = q.group % 32 == 0 ? scales[0] : stored_scale(q, group(element + 16), element + 16);
     }
 
-    template <int SET> __device__ __forceinline__ void land(uint32_t tile) const {
-        const auto &[words, scales, is_there] = sets[SET];
-        const Packed &q = matrices[line_of<MATRICES>(0, threadIdx.x / 2).y];
+    __device__ __forceinline__ void land(uint32_t tile) const {
+        const Packed &q = matrices[matrix];
         const float zero = zero_of(q);
         ScaleAndOffset scale{0.0f, 0.0f};
         if (is_there) scale = decoded(q, scales[0]);
@@ -238,26 +235,21 @@ __device__ __forceinline__ void multiply_sorted(const T *left, const typename Ti
             for (int i = 0; i < 4; i++) sums[m][n][i] = 0.0f;
         }
     }
-    tiles.template fetch<0>(first_column, 0, depth, columns);
-    tiles.template fetch<1>(first_column, GROUP_DEPTH, depth, columns);
+    tiles.fetch(first_column, 0, depth, columns);
 #pragma unroll
     for (int step = 0; step < GROUP_STAGES - 1; step++) {
         if (step < steps) copy_tiles(step);
         copy_async_commit();
     }
-    const auto multiply = [&]<int SET>(int step) {
+    for (int step = 0; step < steps; step++) {
         copy_async_wait<GROUP_STAGES - 2>();
-        tiles.template land<SET>(stage_of(step) + LEFT_BYTES);
-        tiles.template fetch<SET>(first_column, (step + 2) * GROUP_DEPTH, depth, columns);
+        tiles.land(stage_of(step) + LEFT_BYTES);
+        if (step + 1 < steps) tiles.fetch(first_column, (step + 1) * GROUP_DEPTH, depth, columns);
         // All have the tiles, and are done with those that are overwritten.
         __syncthreads();
         if (step + GROUP_STAGES - 1 < steps) copy_tiles(step + GROUP_STAGES - 1);
         copy_async_commit();
         multiply_tiles<T, false>(sums, stage_of(step), warp_row, item.rows, warp_column, lane);
-    };
-    for (int step = 0; step < steps; step += 2) {
-        multiply.template operator()<0>(step);
-        if (step + 1 < steps) multiply.template operator()<1>(step + 1);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {

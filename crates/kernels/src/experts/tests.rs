@@ -420,6 +420,7 @@ fn wrong_groups_are_refused() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
+    use crate::experts::cuda::routed::OTHER_ONE_BY_ONE;
     use crate::glu::{self, Activation};
     use crate::quantized::{Levels, Scales};
     use routed::{Expert, Layer, Matrix, Options};
@@ -546,9 +547,16 @@ mod cuda {
             for view in [|tensor: &Tensor| tensor.clone(), strided] {
                 let on_gpu = |tensor: &Tensor| view(&there(tensor, device));
                 let (x, logits) = (on_gpu(&self.x), on_gpu(&self.logits));
-                let found = layer.forward(&x, &logits, self.options).unwrap();
-                assert_eq!((found.dtype(), found.dims()), (self.x.dtype(), self.x.dims()));
-                assert_close(&here(&found), &self.on_the_cpu(), tolerance);
+                // Of few tokens by both kinds of kernels.
+                let ways =
+                    if self.x.dim(0).unwrap() <= 64 { &[Some(0), Some(64)][..] } else { &[None] };
+                for way in ways {
+                    OTHER_ONE_BY_ONE.set(*way);
+                    let found = layer.forward(&x, &logits, self.options).unwrap();
+                    OTHER_ONE_BY_ONE.set(None);
+                    assert_eq!((found.dtype(), found.dims()), (self.x.dtype(), self.x.dims()));
+                    assert_close(&here(&found), &self.on_the_cpu(), tolerance);
+                }
             }
         }
     }
@@ -817,7 +825,6 @@ mod cuda {
     #[test]
     #[ignore = "needs an NVIDIA GPU, and is a measurement"]
     fn cuda_time_of_routed_experts() {
-        use crate::experts::cuda::routed::OTHER_ONE_BY_ONE;
         let device = crate::testing::cuda();
         for (name, [count, active, hidden, width], format) in [
             ("gpt-oss-20b, mxfp4", [32, 4, 2880, 2880], Some(Format::Mxfp4)),

@@ -17,9 +17,10 @@ const TILE_ROWS: usize = 64;
 const UNIT_COLUMNS: usize = 64;
 const OUTPUT_COLUMNS: usize = 128;
 const TILES_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
-/// Tokens up to which each choice's row is multiplied by itself, by matrices as they are, and by packed ones.
-const ONE_BY_ONE: usize = 8;
-const PACKED_ONE_BY_ONE: usize = 16;
+/// Choices of an expert, on average, up to which each choice's row is multiplied by itself, by matrices as they are, and by packed
+/// ones, whose tiles take longer to unpack than to read.
+const ONE_BY_ONE: f64 = 0.66;
+const PACKED_ONE_BY_ONE: f64 = 1.0;
 
 #[cfg(test)]
 thread_local! {
@@ -118,10 +119,11 @@ pub(crate) fn forward(
     let given = Given::new(&cuda, layer, x)?;
     let chosen = Chosen::new(&cuda, logits, options)?;
     let is_packed = layer.forms.iter().any(|form| *form != Form::Dense);
-    let one_by_one = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
+    let most_of_each = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
+    let is_one_by_one = choices as f64 <= most_of_each * layer.experts.len() as f64;
     #[cfg(test)]
-    let one_by_one = OTHER_ONE_BY_ONE.get().unwrap_or(one_by_one);
-    let (y, places) = match tokens > one_by_one && layer.most > FEW_TOKENS {
+    let is_one_by_one = OTHER_ONE_BY_ONE.get().map_or(is_one_by_one, |most| tokens <= most);
+    let (y, places) = match !is_one_by_one && layer.most > FEW_TOKENS {
         true => given.sorted(&chosen, options)?,
         false => (given.one_by_one(&chosen, options)?, chosen.experts.tensor.get(1)?),
     };
