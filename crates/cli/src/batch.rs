@@ -374,7 +374,7 @@ fn answer(
         }
         !stop.load(Ordering::Relaxed)
     };
-    let has_all = write_all(&mut engine, requests, keep, show)?;
+    let has_all = write_all(&mut engine, &given.loaded.tokenizer, requests, keep, show)?;
     let seconds = started.elapsed().as_secs_f64();
     Ok(has_all.then_some(Counts { prompt_tokens, tokens, seconds }))
 }

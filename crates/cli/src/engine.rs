@@ -3,6 +3,7 @@
 use crate::errors::usage;
 use crate::models::{self, Loaded, Source};
 use crate::output::{Terminal, grouped};
+use crate::thoughts::Text;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::engine::{
@@ -150,15 +151,16 @@ pub struct Written {
     pub finished: Finished,
 }
 
-/// Writes the texts of numbered requests, and tells `ended` what became of each. `goes_on` hears after every step how many
-/// tokens there are; whether it has let all of them end.
+/// Writes the texts of numbered requests to one tokenizer's model, and tells `ended` what became of each. `goes_on` hears after
+/// every step how many tokens there are; whether it has let all of them end.
 pub fn write_all(
     engine: &mut Engine,
+    tokenizer: &Tokenizer,
     mut requests: impl Iterator<Item = (usize, Request)>,
     mut ended: impl FnMut(usize, Result<Written, String>) -> anyhow::Result<()>,
     mut goes_on: impl FnMut(u64) -> bool,
 ) -> anyhow::Result<bool> {
-    let mut under_way: HashMap<RequestId, (usize, String)> = HashMap::new();
+    let mut under_way: HashMap<RequestId, (usize, Text, String)> = HashMap::new();
     let (mut more, mut tokens) = (true, 0u64);
     while more || !engine.is_idle() {
         while more && engine.statistics().waiting < AHEAD {
@@ -166,26 +168,28 @@ pub fn write_all(
                 more = false;
                 break;
             };
+            let text = Text::new(tokenizer, &request.options)?;
             match engine.submit(request) {
                 Ok(id) => {
-                    under_way.insert(id, (index, String::new()));
+                    under_way.insert(id, (index, text, String::new()));
                 }
                 Err(error) => ended(index, Err(error.to_string()))?,
             }
         }
         for (id, event) in engine.step() {
-            let Some((_, text)) = under_way.get_mut(&id) else { continue };
+            let Some((_, text, written)) = under_way.get_mut(&id) else { continue };
             let finished = match event {
                 Event::Prompt(_) => continue,
                 Event::Piece(piece) => {
-                    text.push_str(&piece.text);
                     tokens += u64::from(piece.token.is_some());
+                    written.push_str(&text.push(piece)?);
                     continue;
                 }
                 Event::Finished(finished) => Ok(finished),
                 Event::Failed(error) => Err(error.to_string()),
             };
-            if let Some((index, text)) = under_way.remove(&id) {
+            if let Some((index, mut text, written)) = under_way.remove(&id) {
+                let text = written + &text.finish();
                 ended(index, finished.map(|finished| Written { text, finished }))?;
             }
         }

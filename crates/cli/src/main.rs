@@ -23,6 +23,7 @@ mod run_folder;
 mod sampling;
 mod settings;
 mod template;
+mod thoughts;
 mod training;
 mod visible;
 mod wrap;

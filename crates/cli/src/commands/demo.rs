@@ -295,7 +295,7 @@ fn ask(
         }
         Ok(())
     };
-    write_all(&mut engine, requests.into_iter().enumerate(), ended, |_| true)?;
+    write_all(&mut engine, tokenizer, requests.into_iter().enumerate(), ended, |_| true)?;
     Ok(answers)
 }
 

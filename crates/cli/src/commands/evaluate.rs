@@ -12,6 +12,7 @@ use crate::progress::Bar;
 use crate::run_folder;
 use crate::settings::limit;
 use crate::template::TemplateFlags;
+use crate::thoughts::Text;
 use clap::Args;
 use metal_candle::data::{Dataset, Example, Report as DataReport, SampleKind};
 use metal_candle::engine::{Engine, EngineOptions, Request};
@@ -239,7 +240,7 @@ impl Asked {
                 adapter: loaded.adapter.clone(),
                 ..Request::default()
             });
-            asked.expected.push(loaded.tokenizer.decode(answer, true)?);
+            asked.expected.push(Text::of_tokens(&loaded.tokenizer, answer)?);
         }
         if asked.left_out > 0 {
             let are = are(asked.left_out as u64, "example");
@@ -275,7 +276,9 @@ impl Asked {
             }
             Ok(())
         };
-        write_all(&mut engine, requests.into_iter().enumerate(), ended, |_| true)?;
+        write_all(&mut engine, &loaded.tokenizer, requests.into_iter().enumerate(), ended, |_| {
+            true
+        })?;
         drop(bar);
         let seconds = started.elapsed().as_secs_f64();
         let (mut lines, mut failed, mut tokens) = (Vec::with_capacity(all.len()), 0, 0);

@@ -7,6 +7,7 @@ use crate::models::{Placed, Ranks, Runtime, Source, set_threads};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
 use crate::template::TemplateFlags;
+use crate::thoughts::Text;
 use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use anyhow::Context;
@@ -171,17 +172,23 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     writer.prepare(prompt_tokens, options.max_tokens)?;
     let started = Instant::now();
     let mut prefilled = None;
+    let mut shown = Text::new(&loaded.tokenizer, &options)?;
     let (mut text, mut tokens) = (String::new(), Vec::new());
     let mut flow = Flow::new(stdout_columns());
+    let mut show = |more: &str| -> anyhow::Result<()> {
+        if stream && !more.is_empty() {
+            output::write(&flow.push(more))?;
+        }
+        text.push_str(more);
+        Ok(())
+    };
     let finished = writer.write(ids, options, |piece| {
         prefilled.get_or_insert_with(Instant::now);
         tokens.extend(piece.token);
-        if stream && !piece.text.is_empty() {
-            output::write(&flow.push(&piece.text))?;
-        }
-        text.push_str(&piece.text);
+        show(&shown.push(piece)?)?;
         Ok(true)
     })?;
+    show(&shown.finish())?;
     let prefilled = prefilled.unwrap_or_else(Instant::now);
     let decode = prefilled.elapsed().as_secs_f64();
     // Without the token that ends it.

@@ -50,19 +50,17 @@ impl Partner for Local<'_> {
         options.sampling.seed = options.sampling.seed.wrapping_add(turn);
         let mut apart = Apart::of(tokenizer, !options.stop.is_empty())?;
         self.writer.write(ids, options, |piece| {
-            match &mut apart {
-                Some(apart) => say(answer, apart.push(piece)?)?,
-                None => answer.push(&piece.text)?,
-            }
+            let said = match &mut apart {
+                Some(apart) => apart.push(piece)?,
+                None => vec![Said::Answer(piece.text)],
+            };
+            say(answer, &said)?;
             Ok(!answer.is_stopped())
         })?;
-        say(answer, apart.map(|mut apart| apart.finish()).unwrap_or_default())
+        say(answer, &apart.map(|mut apart| apart.finish()).unwrap_or_default())
     }
 }
 
-fn say(answer: &mut Answer, said: Vec<Said>) -> anyhow::Result<()> {
-    said.into_iter().try_for_each(|said| match said {
-        Said::Thought(text) => answer.think(&text),
-        Said::Answer(text) => answer.push(&text),
-    })
+fn say(answer: &mut Answer, said: &[Said]) -> anyhow::Result<()> {
+    said.iter().try_for_each(|said| answer.push(said))
 }

@@ -11,9 +11,11 @@ use crate::output::{self, Terminal, say};
 use crate::remote::{Access, Client};
 use crate::sampling::Sampling;
 use crate::template::TemplateFlags;
+use crate::thoughts::Tags;
 use crate::wrap::{Flow, stdout_columns};
 use clap::Args;
 use metal_candle::text::Message;
+use metal_candle_serve::Said;
 use rustyline::error::ReadlineError;
 use std::io::{BufRead, IsTerminal};
 use std::sync::Arc;
@@ -132,38 +134,23 @@ trait Partner {
 struct Answer {
     text: String,
     flow: Flow,
-    /// Whether what was written last is thoughts, whose end isn't written yet.
-    thinks: bool,
+    tags: Tags,
     stop: Arc<AtomicBool>,
 }
 
 impl Answer {
     fn new() -> Self {
         let stop = interrupt::watch("");
-        Self { text: String::new(), flow: Flow::new(stdout_columns()), thinks: false, stop }
+        Self { text: String::new(), flow: Flow::new(stdout_columns()), tags: Tags::default(), stop }
     }
 
-    /// Writes a piece of it.
-    fn push(&mut self, piece: &str) -> anyhow::Result<()> {
-        if piece.is_empty() {
-            return Ok(());
+    /// Writes a piece of it, or of what is thought before it, of which the next turn isn't told.
+    fn push(&mut self, said: &Said) -> anyhow::Result<()> {
+        if let Said::Answer(text) = said {
+            self.text.push_str(text);
         }
-        if std::mem::take(&mut self.thinks) {
-            self.show("\n</think>\n\n")?;
-        }
-        self.text.push_str(piece);
-        self.show(piece)
-    }
-
-    /// Writes a piece of what is thought before it, as most models write their thoughts; the next turn is told of none.
-    fn think(&mut self, piece: &str) -> anyhow::Result<()> {
-        if piece.is_empty() {
-            return Ok(());
-        }
-        if !std::mem::replace(&mut self.thinks, true) {
-            self.show(if self.text.is_empty() { "<think>\n" } else { "\n\n<think>\n" })?;
-        }
-        self.show(piece)
+        let shown = self.tags.around(said);
+        self.show(&shown)
     }
 
     /// Writes what is no part of it.
@@ -323,12 +310,12 @@ mod tests {
     #[test]
     fn an_answer_is_what_was_said_without_what_was_thought() {
         let stop = Arc::default();
-        let mut answer = Answer { text: String::new(), flow: Flow::new(None), thinks: false, stop };
+        let (flow, tags) = (Flow::new(None), Tags::default());
+        let mut answer = Answer { text: String::new(), flow, tags, stop };
         for (thought, text) in [("h", ""), ("m", ""), ("", "Yes"), ("", "."), ("so", " No.")] {
-            answer.think(thought).unwrap();
-            answer.push(text).unwrap();
+            answer.push(&Said::Thought(thought.into())).unwrap();
+            answer.push(&Said::Answer(text.into())).unwrap();
         }
-        assert!(!answer.thinks);
         assert_eq!(answer.finish().unwrap(), "Yes. No.");
     }
 }

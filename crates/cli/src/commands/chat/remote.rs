@@ -4,6 +4,7 @@ use super::{Answer, Partner};
 use crate::output::{self, Terminal};
 use crate::remote::{Client, Events, Failure, refusal};
 use metal_candle::text::Message;
+use metal_candle_serve::Said;
 use serde_json::{Map, Value, json};
 use std::io::Read;
 use std::sync::Arc;
@@ -143,8 +144,8 @@ impl Partner for Remote {
                 break;
             }
             let Delta { thought, text } = delta(&event)?;
-            answer.think(&thought)?;
-            answer.push(&text)?;
+            answer.push(&Said::Thought(thought))?;
+            answer.push(&Said::Answer(text))?;
         }
         Ok(())
     }
