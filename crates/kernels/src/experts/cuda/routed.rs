@@ -20,7 +20,7 @@ const TILES_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
 /// Choices of an expert, on average, up to which each choice's row is multiplied by itself, by matrices as they are, and by packed
 /// ones, whose tiles take longer to unpack than to read.
 const ONE_BY_ONE: f64 = 0.66;
-const PACKED_ONE_BY_ONE: f64 = 1.0;
+const PACKED_ONE_BY_ONE: f64 = 1.6;
 
 #[cfg(test)]
 thread_local! {
