@@ -685,6 +685,7 @@ fn new_adapter(
 ) -> anyhow::Result<Adapter> {
     let mut config = settings.lora()?;
     if start.resume.is_none() {
+        config.refuse_experts(model)?;
         plan::check_patterns(&config, &model.target_paths(), model.config().layers.len())?;
     }
     if config.start == StartFrom::Eva {

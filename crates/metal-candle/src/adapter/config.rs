@@ -2,6 +2,7 @@
 //! rank-stabilised scale: Kalajdzievski, 2023, arXiv:2312.03732).
 
 use crate::model::Model;
+use crate::model::formats::experts::is_of_all;
 use crate::{Error, Result, bounds};
 use indexmap::IndexMap;
 use regex::Regex;
@@ -398,6 +399,32 @@ impl LoraConfig {
             .last_layers
             .filter(|&last| last < count)
             .map(|last| (count - last..count).collect()))
+    }
+
+    /// An error for a target that is a part of the model's experts, which are frozen under an adapter.
+    ///
+    /// # Errors
+    /// [`Error::Option`] that names the target and what the model has besides.
+    pub fn refuse_experts(&self, model: &Model) -> Result<()> {
+        let Some(experts) = &model.config().experts else { return Ok(()) };
+        let is_one = |name: &&str| {
+            let last = name.rsplit('.').next().unwrap_or(name);
+            last == "experts"
+                || last == experts.names.router
+                || experts.names.projections.contains(&last)
+                || is_of_all(experts, last)
+        };
+        let paths = model.target_paths();
+        match self.unknown_targets(&paths).find(is_one) {
+            None => Ok(()),
+            Some(name) => Err(Error::option(
+                "target_modules",
+                format!(
+                    "`{name}` is a part of this model's experts, which have no adapters here; it has {} besides",
+                    layer_names(&paths)
+                ),
+            )),
+        }
     }
 
     /// Decides for each of the model's linear layers and its embedding, given by path in a model of

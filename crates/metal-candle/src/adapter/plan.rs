@@ -1,7 +1,6 @@
 //! An adapter under construction: what it trains of a model, by names and shapes, before anything has memory or is
 //! computed. The header of a file is compared with that first.
 
-use super::config::layer_names;
 use super::methods::dora::Magnitude;
 use super::methods::lora::{LaidOut, Start};
 use super::methods::{self, LowRank};
@@ -12,7 +11,6 @@ use super::{
 };
 use crate::autograd::Parameter;
 use crate::model::Model;
-use crate::model::formats::experts::is_of_all;
 use crate::model::layer::Linear;
 use crate::model::weight::WeightId;
 use crate::{Error, Result};
@@ -115,29 +113,6 @@ struct PlannedLayer<'m> {
     bias: Option<(WeightId, usize)>,
 }
 
-/// An error for a target that is a part of experts, which are frozen.
-fn refuse_experts(model: &Model, config: &LoraConfig, paths: &[String]) -> Result<()> {
-    let Some(experts) = &model.config().experts else { return Ok(()) };
-    let is_one = |name: &&str| {
-        let last = name.rsplit('.').next().unwrap_or(name);
-        last == "experts"
-            || last == experts.names.router
-            || experts.names.projections.contains(&last)
-            || is_of_all(experts, last)
-    };
-    let found = config.unknown_targets(paths).find(is_one);
-    match found {
-        None => Ok(()),
-        Some(name) => Err(Error::option(
-            "target_modules",
-            format!(
-                "`{name}` is a part of this model's experts, which have no adapters here; it has {} besides",
-                layer_names(paths)
-            ),
-        )),
-    }
-}
-
 /// An adapter of a model as its configuration describes it, without memory.
 pub(super) struct PlannedLora<'m> {
     model: &'m Model,
@@ -155,7 +130,7 @@ impl<'m> PlannedLora<'m> {
     pub fn new(model: &'m Model, config: LoraConfig) -> Result<Self> {
         let layer_count = model.config().layers.len();
         let paths = model.target_paths();
-        refuse_experts(model, &config, &paths)?;
+        config.refuse_experts(model)?;
         let resolved = config.resolve(&paths, layer_count)?;
         if model.is_tensor_parallel() {
             check_cuts(&config, &resolved)?;

@@ -1610,3 +1610,21 @@ fn inputs_of_the_heads_update_are_dropped_in_training() {
         }
     }
 }
+
+#[test]
+fn parts_of_experts_are_refused_as_targets() {
+    for (name, targets) in [
+        ("qwen3-moe", &["gate", "up_proj", "mlp.experts"][..]),
+        ("gpt-oss", &["router", "gate_up_proj", "experts.down_proj_bias"]),
+    ] {
+        let model = Model::load(folder(name), DType::F32, &Device::Cpu).unwrap();
+        for target in targets {
+            let names = ["q_proj", target].map(String::from).to_vec();
+            let config = LoraConfig { targets: Targets::Names(names), ..LoraConfig::default() };
+            let error = Adapter::new(&model, &config, 1).unwrap_err().to_string();
+            let expected = format!("`{target}` is a part of this model's experts");
+            assert!(error.contains(&expected), "{error}");
+            assert_eq!(config.refuse_experts(&model).unwrap_err().to_string(), error);
+        }
+    }
+}
