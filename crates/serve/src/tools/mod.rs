@@ -1,10 +1,10 @@
 //! Tools: what a model may call, and how the families write calls and what they think before an answer.
 //!
 //! `formats.rs` is a table of the families' formats, found by what a chat template has in it. `parser.rs` takes a text
-//! apart as it comes, `harmony.rs` one that consists of messages, `calls.rs` reads the calls in it, `parameters.rs` those whose arguments stand between tags,
-//! `grammar.rs` says how a call has to be written where one is asked for, `history.rs` writes calls and their results
-//! into conversations for templates that know of none, and `markers.rs` puts the special tokens into a text that it has
-//! been decoded without. `apart.rs` is for texts that no request asked for.
+//! apart as it comes, `harmony.rs` one that consists of messages, `calls.rs` reads the calls in it, `parameters.rs` those
+//! whose arguments stand between tags, `grammar.rs` says how a call has to be written where one is asked for,
+//! `history.rs` writes calls and their results into conversations for templates that know of none, and `markers.rs` puts
+//! the special tokens into a text that it has been decoded without. `apart.rs` is for texts that no request asked for.
 
 mod apart;
 mod calls;
