@@ -1,6 +1,5 @@
 //! Whole models as files: safetensors, dense or in bitsandbytes' or MLX's formats, and GGUF.
 
-use super::config::ExpertsConfig;
 use super::formats::gguf_blocks::{BlockKind, write_blocks};
 use super::formats::{Part, bitsandbytes, checkpoint, experts, mlx};
 use super::layer::Kind;
@@ -214,9 +213,7 @@ impl Model {
     ) -> Result<()> {
         let mut tensors = Vec::new();
         for tensor in self.tensors() {
-            let weights = tensor.parts.iter().map(|(name, id)| self.weight_as(name, *id, dtype));
-            let weights = weights.collect::<Result<Vec<_>>>()?;
-            tensors.push((tensor.name.clone(), tensor.join(&weights)?));
+            tensors.push((tensor.name.clone(), tensor.join(&self.parts_as(&tensor, dtype)?)?));
         }
         write(folder, &self.config.raw, dtype, None, &tensors, companions)
     }
@@ -225,6 +222,15 @@ impl Model {
     pub(crate) fn tensors(&self) -> Vec<experts::Together<(&str, WeightId)>> {
         let weights = self.named_weights().map(|(name, id)| (name.to_string(), (name, id)));
         experts::together(self.config.experts.as_ref(), weights)
+    }
+
+    /// The weights of a tensor, in `dtype`.
+    fn parts_as(
+        &self,
+        tensor: &experts::Together<(&str, WeightId)>,
+        dtype: DType,
+    ) -> Result<Vec<Tensor>> {
+        tensor.parts.iter().map(|(name, id)| self.weight_as(name, *id, dtype)).collect()
     }
 
     /// A weight in `dtype`.
@@ -321,8 +327,7 @@ impl Model {
         }
         let mut tensors = Vec::new();
         for tensor in self.tensors() {
-            let weight = |(name, id): &(&str, WeightId)| self.weight_as(name, *id, self.dtype);
-            let weights = tensor.parts.iter().map(weight).collect::<Result<Vec<_>>>()?;
+            let weights = self.parts_as(&tensor, self.dtype)?;
             if !tensor.parts.iter().all(|(_, id)| self.weights.kind(*id) == Kind::Expert) {
                 tensors.push((tensor.name.clone(), tensor.join(&weights)?));
                 continue;
@@ -360,14 +365,13 @@ impl Model {
         let describe = |(name, id): &(&str, WeightId)| {
             let shape = self.weights.shape(*id).dims().to_vec();
             let is_head = *id == self.head.unwrap_or(self.embedding);
-            let wanted =
-                if is_head || gets_more_bits(name, layers) { format.some } else { format.most };
-            let is_experts = |experts: &ExpertsConfig| experts.split(name).is_some();
-            let wanted = match format.experts {
-                Some(kind) if self.config.experts.as_ref().is_some_and(is_experts) => kind,
-                _ => wanted,
+            let purpose = self.weights.kind(*id);
+            let wanted = match (format.experts, purpose) {
+                (Some(kind), Kind::Expert) => kind,
+                _ if is_head || gets_more_bits(name, layers) => format.some,
+                _ => format.most,
             };
-            let kind = match self.weights.kind(*id) {
+            let kind = match purpose {
                 Kind::Router => gguf::storage(&shape[..1], wanted),
                 _ => stored_as(&shape, wanted),
             };
