@@ -60,7 +60,8 @@ pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Launched> {
     // Blocks of a row wait for each other, so all of them have to run side by side, unless each has a row.
     let side_by_side = (cuda.multiprocessors()? / rows).clamp(1, CHOICE_THREADS);
     let blocks = count.div_ceil(LEAST_OF_BLOCK).min(side_by_side);
-    let chunk = count.div_ceil(blocks);
+    // Whole packs, so that blocks begin where they can be read.
+    let chunk = count.div_ceil(blocks).next_multiple_of(8);
     let (_, unit) = fixed_point(0.0, count);
     let unit = unit as f64;
     let words = draw_words(draws, count, |draw| {

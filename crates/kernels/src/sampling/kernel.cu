@@ -435,6 +435,20 @@ __device__ __forceinline__ uint64_t kept_ties(const Threshold &threshold, uint64
     return threshold.ties > before ? min(threshold.ties - before, ties) : 0;
 }
 
+/// Calls `work` with the place and the number of each of the logits that a thread has.
+template <typename T, typename Work>
+__device__ __forceinline__ void for_each_logit(const T *__restrict__ logits, int count, const Work &work) {
+    constexpr int N = Pack<T>::N;
+    const int packs = reinterpret_cast<uint64_t>(logits) % sizeof(Pack<T>) == 0 ? count / N : 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < packs; i += CHOICE_THREADS) {
+        const Pack<T> pack = load_pack(logits + i * N);
+#pragma unroll
+        for (int e = 0; e < N; e++) work(i * N + e, to_float(pack.at[e]));
+    }
+    for (int i = packs * N + threadIdx.x; i < count; i += CHOICE_THREADS) work(i, to_float(logits[i]));
+}
+
 template <typename T>
 __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabulary, int chunk, Draw *draws,
                                        const Adjustment *__restrict__ adjustments, uint32_t *keys_outside,
@@ -465,8 +479,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     }
 
     Extremes extremes = {0, 0, NOWHERE, 0, 0};
-    for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
-        const float logit = to_float(logits[i]);
+    for_each_logit(logits, count, [&](int i, float logit) {
         if (!(logit < INFINITY)) extremes.offender = min(extremes.offender, begin + i);
         const uint32_t key = key_of(logit);
         extremes.largest = max(extremes.largest, key);
@@ -474,7 +487,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
             keys[i] = key;
         else
             extremes.best = max(extremes.best, ranked(key, begin + i));
-    }
+    });
     if (keeping) {
         __syncthreads();
         for (int a = threadIdx.x; a < draw.adjustment_count; a += CHOICE_THREADS) {
@@ -510,10 +523,9 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     }
     const float largest = logit_of(extremes.largest);
     uint64_t raw = 0;
-    for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
-        const double below = static_cast<double>(to_float(logits[i])) - static_cast<double>(largest);
-        raw += __double2ull_rn(exp(below) * unit);
-    }
+    // A power of two. In f32, as double precision takes several times as long.
+    const float scale = static_cast<float>(unit);
+    for_each_logit(logits, count, [&](int, float logit) { raw += __float2ull_rn(expf(logit - largest) * scale); });
     uint64_t raw_sum;
     block_scan(raw, shared.parts, raw_sum);
     if (threadIdx.x == 0) exchange->raw[blockIdx.x] = raw_sum;

@@ -141,7 +141,7 @@ pub enum Choice {
         /// Its number.
         id: u32,
         /// Its natural log probability by the logits as they are: before adjustments, temperature
-        /// and truncation.
+        /// and truncation. GPUs make its exponentials in f32.
         logprob: f64,
     },
     /// No distribution, as there is a logit that is NaN or positive infinity.

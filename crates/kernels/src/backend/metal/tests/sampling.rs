@@ -35,7 +35,7 @@ fn assert_choices(
         let choice = |uniform: &f64| {
             let choice = choose_one(&logits, adjustments, options, *uniform);
             let what = format!("{} of {options:?}", logits.elem_count());
-            expected.assert(choice, *uniform, TOLERANCE, &what);
+            expected.assert(choice, *uniform, [TOLERANCE; 2], &what);
             words(choice)
         };
         uniforms.iter().flat_map(choice).collect()
