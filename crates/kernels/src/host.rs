@@ -208,6 +208,15 @@ impl Download {
     }
 }
 
+/// Numbers `(n)` of the host on a device, without waiting for the work that was launched there.
+pub(crate) fn numbers_on(device: &Device, numbers: &[u32]) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return Ok(crate::backend::cuda::Cuda::on(device)?.upload(numbers, numbers.len())?.tensor);
+    }
+    Tensor::from_slice(numbers, numbers.len(), device)
+}
+
 /// The tensor in the memory of the host, contiguous; itself where it is that.
 ///
 /// # Errors

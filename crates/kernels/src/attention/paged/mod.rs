@@ -36,6 +36,7 @@ use crate::backend::{
 use crate::batch_invariance;
 #[cfg(feature = "cuda")]
 use crate::embedding;
+use crate::host;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use std::cmp::Reverse;
 
@@ -247,7 +248,7 @@ impl Sequences {
             tokens += queries;
         }
         let (numbers, plan) = plan(&spans, &tables, room, device)?;
-        let uploaded = Tensor::from_slice(&numbers, numbers.len(), device)?;
+        let uploaded = host::numbers_on(device, &numbers)?;
         Ok(Sequences {
             spans,
             numbers,
@@ -321,8 +322,7 @@ fn plan(spans: &[Span], tables: &[u32], room: usize, device: &Device) -> Result<
         }
         if queries > FEW_QUERIES && takes_many {
             let tiles = queries.div_ceil(PAGED_QUERIES);
-            // Those that see the most keys first.
-            items[MANY].extend((0..tiles).rev().map(|tile| (index, tile)));
+            items[MANY].extend((0..tiles).map(|tile| (index, tile)));
             rooms[MANY] += tiles;
             continue;
         }
@@ -345,6 +345,11 @@ fn plan(spans: &[Span], tables: &[u32], room: usize, device: &Device) -> Result<
         plan.most_keys = plan.most_keys.max(most);
     }
     plan.parts = parts;
+    // Those that see the most keys first.
+    items[MANY].sort_by_key(|(index, tile)| {
+        let Span { queries, keys, .. } = spans[*index];
+        Reverse(keys - queries + queries.min((tile + 1) * PAGED_QUERIES))
+    });
     // Those with the most keys first, as a block may have all of them, and the first ranges, whose blocks have these.
     for (items, by_keys) in items.iter_mut().zip(&mut by_keys) {
         by_keys.sort_by_key(|(_, ranges)| Reverse(*ranges));

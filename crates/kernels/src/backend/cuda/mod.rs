@@ -20,7 +20,9 @@ mod tma;
 
 use super::cpu::collapsed_rows;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUresult};
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DeviceRepr, result,
+};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
@@ -254,7 +256,31 @@ impl Cuda<'_> {
         values: &[T],
         shape: impl Into<Shape>,
     ) -> Result<Array> {
-        let tensor = Tensor::from_slice(values, shape, &Device::Cuda(self.device.clone()))?;
-        self.strided(&tensor)
+        refuse_in_recording("a copy from the host")?;
+        let shape = shape.into();
+        if shape.elem_count() != values.len() {
+            bail!("metal-candle-kernels: {} numbers of the host, expected {shape:?}", values.len())
+        }
+        let array = self.empty(shape, T::DTYPE)?;
+        copy_from_host(&self.stream, array.pointer, values)?;
+        Ok(array)
     }
+}
+
+/// Copies numbers of the host to where there is room for them, behind what was launched on the stream, for which the host
+/// doesn't wait: the driver takes so much at once itself, but before it copies more, the work has to be done.
+pub(crate) fn copy_from_host<T: DeviceRepr>(
+    stream: &CudaStream,
+    to: u64,
+    values: &[T],
+) -> Result<()> {
+    const AT_ONCE: usize = 64 << 10;
+    stream.context().bind_to_thread().w()?;
+    let piece = AT_ONCE / size_of::<T>();
+    for (index, values) in values.chunks(piece).enumerate() {
+        let to = to + (index * piece * size_of::<T>()) as u64;
+        // SAFETY: the room is there, as the caller knows; the driver is done with the host's numbers when it returns.
+        unsafe { result::memcpy_htod_async(to, values, stream.cu_stream()) }.w()?;
+    }
+    Ok(())
 }

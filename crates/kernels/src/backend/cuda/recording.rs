@@ -6,7 +6,7 @@
 //! in turns. Graphs that never run at once may have the same memory. It is captured on a stream of its own, so that other threads may use the device meanwhile, and is
 //! launched on the device's.
 
-use super::{Array, Cuda};
+use super::{Array, Cuda, copy_from_host};
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as cublas};
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUgraphInstantiate_flags, CUstreamCaptureMode,
@@ -315,15 +315,12 @@ impl Recorded {
         if inputs.len() != count {
             bail!("metal-candle-kernels: recording: {} inputs, expected {count}", inputs.len())
         }
-        self.stream.context().bind_to_thread().w()?;
-        let stream = self.stream.cu_stream();
-        // SAFETY: the tensor has so many numbers; the driver is done with the host's when it returns.
-        unsafe { result::memcpy_htod_async(self.inputs.pointer, inputs, stream) }.w()?;
+        copy_from_host(&self.stream, self.inputs.pointer, inputs)?;
         if let Some(first) = first {
             self.replace(first)?;
         }
         // SAFETY: the graph lives as long as this, and what it touches is kept beside it.
-        unsafe { result::graph::launch(self.graph.cu_graph_exec(), stream) }.w()
+        unsafe { result::graph::launch(self.graph.cu_graph_exec(), self.stream.cu_stream()) }.w()
     }
 
     /// Puts `first (n)`, which may be strided, in the place of the first inputs.
