@@ -34,6 +34,7 @@ struct PagedBatch {
     item_blocks: i32,
     single_keys: i32,
     few_keys: i32,
+    is_beside: i32,
 }
 
 // SAFETY: plain numbers, laid out as in C.
@@ -105,8 +106,8 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Has a kernel do the items of a kind; one for new tokens is given these, too.
-    fn run(&self, kernel: Kernel, kind: usize, new: Option<&Unwritten>) -> Result<()> {
+    /// Has a kernel do the items of a kind, beside those of the kinds before; one for new tokens is given these, too.
+    fn run(&mut self, kernel: Kernel, kind: usize, new: Option<&Unwritten>) -> Result<()> {
         let Kernel { name, threads, shared, item_blocks, most_items } = kernel;
         let items = self.sequences.plan.items[kind];
         let blocks = most_items.unwrap_or(items.room) * item_blocks;
@@ -132,7 +133,9 @@ impl Call<'_> {
                     arguments.arg(&new.rows);
                 }
             })
-        }
+        }?;
+        self.batch.is_beside = 1;
+        Ok(())
     }
 }
 
@@ -310,8 +313,9 @@ fn attend(
         item_blocks: 0,
         single_keys: number(single_keys)?,
         few_keys: number(few_keys)?,
+        is_beside: 0,
     };
-    let call = Call { operation, cuda, sequences, parameters, batch };
+    let mut call = Call { operation, cuda, sequences, parameters, batch };
     let of_many = match kernels {
         Kernels::Tiles(size) => {
             let name = if is_rounded {
@@ -366,6 +370,7 @@ fn attend(
     call.run(of_few(plan.most_few, few_keys, false)?, FEW, None)?;
     call.run(of_few(1, single_keys, new.is_some())?, SINGLE, new.as_ref())?;
     if has_parts {
+        call.batch.is_beside = 0;
         call.run(combine, SPLIT, None)?;
     }
     Ok(o.tensor)

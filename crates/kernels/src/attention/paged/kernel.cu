@@ -30,6 +30,8 @@ struct PagedBatch {
     int item_blocks;
     /// Keys that a block takes of a sequence with one query, and of one with a few.
     int single_keys, few_keys;
+    /// Whether the kernel before has other items of this batch, so that both may run beside each other.
+    int is_beside;
 };
 
 /// New tokens, one of each sequence, whose queries, in `Parameters`, and keys aren't rotated yet, and whose keys and
@@ -323,18 +325,20 @@ __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const
 
 /// Calls `work` with the parameters and keys of the sequence that this block's item is of, the item's place in
 /// that sequence, and which of the item's blocks this is. Where it `IS_AHEAD`, the kernel before may not have ended, for which
-/// the work waits: the numbers of a batch are copied by the host, not written by a kernel.
+/// the work waits: the numbers of a batch are copied by the host, not written by a kernel. Where that kernel has other items
+/// of the batch, it is waited for at the end.
 template <typename T, typename Keys, bool IS_AHEAD = false, typename Work>
 __device__ __forceinline__ void for_item(const Parameters &given, const PagedBatch &batch,
                                          const Work &work) {
-    if constexpr (!IS_AHEAD) follow_previous();
+    const bool is_beside = !IS_AHEAD && batch.is_beside;
+    if (!IS_AHEAD && !is_beside) follow_previous();
     const int item = blockIdx.x / batch.item_blocks;
     // There is room for an item of every block, so it is read beside the number of those that there are.
     const uint32_t *const at = batch.numbers + batch.items + 2 * item;
     const int sequence = at[0], part = at[1];
     if (item >= static_cast<int>(batch.numbers[batch.count])) {
         // Those of a launch without items must not end before the kernel before.
-        if constexpr (IS_AHEAD) follow_previous();
+        if (IS_AHEAD || is_beside) follow_previous();
         return;
     }
     const uint32_t *const table =
@@ -343,6 +347,7 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
     const PagedRows rows{table, batch.width, batch.block, batch.blocks, first};
     work(of_sequence<T>(given, batch, sequence), Keys(rows, batch), part,
          static_cast<int>(blockIdx.x % batch.item_blocks));
+    if (is_beside) follow_previous();
 }
 
 /// Calls `work` with the sequence's parameters and keys, and with the range of keys, the key head and the first of ROWS rows
