@@ -6,10 +6,7 @@ use super::scores::rows as rows_of;
 use super::{Engine, Event, RequestId, Sequence};
 use crate::adapter::AdapterVersion;
 use candle_core::Tensor;
-
-/// Texts of such a pass, at most. A request that comes meanwhile waits for it, too, and of more texts it takes so long that
-/// what the host does between two passes is nothing beside it.
-const MOST_ROWS: usize = 64;
+use std::collections::VecDeque;
 
 /// A pass over the next token of each of some texts.
 pub(super) struct Ahead {
@@ -18,35 +15,43 @@ pub(super) struct Ahead {
     logits: Tensor,
 }
 
+impl Ahead {
+    /// Of those of the running texts that have these places.
+    pub(super) fn new(running: &VecDeque<Sequence>, places: &[usize], logits: Tensor) -> Self {
+        let text = |&place: &usize| {
+            let Sequence { id, adapter, .. } = &running[place];
+            (*id, adapter.as_ref().map(AdapterVersion::of))
+        };
+        Self { texts: places.iter().map(text).collect(), logits }
+    }
+}
+
 impl Engine<'_> {
-    /// Whether the pass after this one, over the texts of `group`, can be launched without knowing what comes of this: it
-    /// reads one more token of each of these texts, and no other. Finds the blocks for them. `total` is the longest text's
-    /// length.
-    pub(super) fn may_read_ahead(&mut self, group: &[usize], total: usize) -> bool {
+    /// The texts of `group` that the pass after this one is over, if it can be launched without knowing what comes of this:
+    /// it reads one more token of each text that has more than one to come, and no other. Finds the blocks for them.
+    /// `total` is the longest text's length.
+    pub(super) fn texts_ahead(&mut self, group: &[usize], total: usize) -> Option<Vec<usize>> {
         let is_next = self.options.draft_tokens == 0
             && self.options.turns.as_ref().is_none_or(|turns| turns.engine_is_alone())
             && self.waiting.is_empty()
             && group.len() == self.running.len()
-            && group.len() <= MOST_ROWS
-            && !self.reader.ropes_change(total, total + 1);
-        let mut running = self.running.iter();
-        if !is_next
-            || !running.all(|it| it.goes_on() && it.scores.is_none() && it.answer.left() > 1)
-        {
-            return false;
+            && !self.reader.ropes_change(total, total + 1)
+            && self.running.iter().all(|it| it.goes_on() && it.scores.is_none());
+        if !is_next {
+            return None;
         }
         let Self { blocks, running, .. } = self;
-        running.iter_mut().all(|it| blocks.extend(&mut it.tables, it.tokens.len() + 1))
-    }
-
-    /// Keeps what such a pass gives for the texts of `group`.
-    pub(super) fn keep_ahead(&mut self, group: &[usize], logits: Tensor) {
-        let text = |&index: &usize| {
-            let Sequence { id, adapter, .. } = &self.running[index];
-            (*id, adapter.as_ref().map(AdapterVersion::of))
-        };
-        self.ahead = Some(Ahead { texts: group.iter().map(text).collect(), logits });
-        self.read_ahead += 1;
+        let mut texts = Vec::with_capacity(group.len());
+        for (index, text) in running.iter_mut().enumerate() {
+            if text.answer.left() <= 1 {
+                continue;
+            }
+            if !blocks.extend(&mut text.tables, text.tokens.len() + 1) {
+                return None;
+            }
+            texts.push(index);
+        }
+        (!texts.is_empty()).then_some(texts)
     }
 
     /// Goes on with those texts whose next token was read ahead; whether there are any. No other has begun since.

@@ -204,7 +204,7 @@ pub struct Statistics {
     pub accepted: u64,
     /// Passes that a GPU repeated from a recording: see [`Recording`](metal_candle_kernels::recording::Recording).
     pub recorded: u64,
-    /// Those of them that were launched while the tokens that they read were still being chosen.
+    /// Passes that were launched while the tokens that they read were still being chosen.
     pub read_ahead: u64,
 }
 
@@ -634,8 +634,9 @@ impl<'t> Engine<'t> {
         let sampled = chosen.and_then(|logits| self.sample(group, total, &logits));
         match sampled.and_then(|sampled| self.reader.confirm().map(|()| sampled)) {
             Ok((sampled, ahead)) => {
-                if let Some(logits) = ahead {
-                    self.keep_ahead(group, logits);
+                if let Some(ahead) = ahead {
+                    self.ahead = Some(ahead);
+                    self.read_ahead += 1;
                 }
                 let mut sampled = sampled.into_iter();
                 for &index in group {
@@ -655,17 +656,18 @@ impl<'t> Engine<'t> {
         }
     }
 
-    /// What follows the tokens of `group`'s texts (ascending) of which there are logits, and the logits of what follows
-    /// that, if they were read ahead.
+    /// What follows the tokens of `group`'s texts (ascending) of which there are logits, and the pass over what follows
+    /// that, if it was launched ahead.
     fn sample(
         &mut self,
         group: &[usize],
         total: usize,
         logits: &Tensor,
-    ) -> Result<(Vec<Result<Sampled>>, Option<Tensor>)> {
+    ) -> Result<(Vec<Result<Sampled>>, Option<Ahead>)> {
         let mut problems = self.find_allowed(group);
         let downloads = self.reader.downloads();
-        let downloads = downloads.filter(|_| self.may_read_ahead(group, total));
+        let ahead = downloads.as_ref().and_then(|_| self.texts_ahead(group, total));
+        let downloads = downloads.filter(|_| ahead.is_some());
         let Self { reader, running, .. } = self;
         let texts = || group.iter().filter_map(|&index| running.get(index));
         let mut rows = Vec::new();
@@ -681,12 +683,20 @@ impl<'t> Engine<'t> {
         if rows.is_empty() {
             return Ok((Vec::new(), None));
         }
-        let mut ahead = None;
+        let mut launched = None;
         let mut launch = |tokens: &Tensor| {
-            let next: Vec<Stretch> = texts()
+            let Some(texts) = &ahead else { return };
+            let next: Vec<Stretch> = texts
+                .iter()
+                .filter_map(|&index| running.get(index))
                 .map(|it| Stretch::ahead(it.tokens.len(), &it.tables, it.adapter.as_ref()))
                 .collect();
-            ahead = reader.read_ahead(&next, total + 1, tokens);
+            // Those that end now have tokens that nobody reads.
+            let tokens = match next.len() == rows.len() {
+                true => Ok(tokens.clone()),
+                false => scores::rows(tokens, texts),
+            };
+            launched = tokens.ok().and_then(|tokens| reader.read_ahead(&next, total + 1, &tokens));
         };
         let meanwhile =
             downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });
@@ -700,7 +710,8 @@ impl<'t> Engine<'t> {
             }
             row += 1 + running[*index].drafts;
         }
-        Ok((sampled, ahead))
+        let ahead = ahead.zip(launched);
+        Ok((sampled, ahead.map(|(texts, logits)| Ahead::new(running, &texts, logits))))
     }
 
     /// Finds what may come next in those of `group` that follow a grammar, while the device is busy; gives the problems

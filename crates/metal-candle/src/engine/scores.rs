@@ -86,14 +86,15 @@ impl Engine<'_> {
     }
 }
 
-/// These rows of `logits`.
+/// These rows of `logits`, or of one number each.
 pub(super) fn rows(logits: &Tensor, rows: &[usize]) -> Result<Tensor> {
     let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
     let count = rows.len();
     if count == 0 {
         return Ok(logits.narrow(0, 0, 0)?);
     }
-    Ok(logits.index_select(&Tensor::from_vec(rows, count, logits.device())?, 0)?)
+    let rows = Tensor::from_vec(rows, count, logits.device())?;
+    Ok(logits.contiguous()?.index_select(&rows, 0)?)
 }
 
 fn score(token: u32, logits: &[f32], likeliest: usize) -> Result<Scored> {

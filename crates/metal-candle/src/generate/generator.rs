@@ -7,7 +7,8 @@ use crate::adapter::Adapter;
 use crate::model::Model;
 use crate::pass::{CacheDtype, Layers, ModelReader, PagedCache, Stretch, check_prompt};
 use crate::text::Tokenizer;
-use candle_core::{IndexOp, Tensor};
+use candle_core::{DType, IndexOp, Tensor};
+use metal_candle_kernels::copy;
 use metal_candle_kernels::recording::Recording;
 use std::sync::Arc;
 
@@ -138,12 +139,12 @@ impl Session {
     }
 }
 
-/// The one row of logits, which stay.
+/// The one row of logits, in f32, which stay.
 fn own_logits(logits: &Tensor) -> Result<Tensor> {
-    let logits = logits.i(0)?;
+    let own = copy::cast(&logits.i(0)?, DType::F32)?;
     // The next recorded pass writes to the same place.
-    let stays = !Recording::is_supported(logits.device());
-    Ok(if stays { logits } else { logits.copy()? })
+    let stays = logits.dtype() != DType::F32 || !Recording::is_supported(logits.device());
+    Ok(if stays { own } else { own.copy()? })
 }
 
 /// An iterator over the pieces of a text that a model writes.
@@ -196,7 +197,7 @@ impl<'s, 'a> Generation<'s, 'a> {
     fn sample(&mut self) -> Result<(Sampled, Option<Tensor>)> {
         let length = self.session.tokens.len();
         let reader = &self.session.reader;
-        // Where the cache has to grow, nothing is recorded for it yet.
+        // Where the cache has to grow, there is no block for the token yet.
         let [table] = &self.session.tables;
         let may = self.answer.left() > 1
             && length < table.len() * BLOCK

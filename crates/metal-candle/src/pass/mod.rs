@@ -412,16 +412,18 @@ impl Model {
     /// The logits `(batch, seq, vocabulary)` of hidden states `(batch, seq, hidden)` that [`Self::forward`] has
     /// given for `input`, or of some of their positions, in f32.
     pub fn logits(&self, hidden: &Tensor, input: &Input) -> Result<Tensor> {
-        self.logits_by(hidden, &input.adapters)
+        Ok(copy::cast(&self.logits_by(hidden, &input.adapters)?, DType::F32)?)
     }
 
-    /// The logits of hidden states whose rows have these adapters.
+    /// The logits of hidden states whose rows have these adapters: in f32 where something is done with what the head gives,
+    /// and else in its dtype, of which they are the same numbers.
     fn logits_by(&self, hidden: &Tensor, adapters: &RowAdapters) -> Result<Tensor> {
         let tape = Tape::inference();
-        let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
+        let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| -> Result<Tensor> {
             let head = tape.cast_matrix(&self.head_of(&tape, adapter)?, hidden.dtype())?;
-            let logits = copy::cast(&matmul::linear(hidden, head.as_weight(), None)?, DType::F32)?;
+            let logits = matmul::linear(hidden, head.as_weight(), None)?;
             let Some(update) = adapter.and_then(|it| it.head_update()) else { return Ok(logits) };
+            let logits = copy::cast(&logits, DType::F32)?;
             let (left, right) = (update.left(&tape)?, update.right(&tape)?);
             let hidden = copy::cast(hidden, DType::F32)?;
             let x = matmul::linear(&hidden, right.tensor(), None)?;
@@ -430,14 +432,16 @@ impl Model {
         };
         let logits = match adapters.in_common(|adapter| self.adapts_head(adapter)) {
             Ok(adapter) => project(adapter, hidden)?,
-            Err(groups) => groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?,
+            Err(groups) => groups.map([hidden], |adapter, [hidden]| {
+                Ok(copy::cast(&project(adapter, &hidden)?, DType::F32)?)
+            })?,
         };
         let logits = match self.config().logits_scale {
             1.0 => logits,
-            factor => arithmetic::scale(&logits, factor)?,
+            factor => arithmetic::scale(&copy::cast(&logits, DType::F32)?, factor)?,
         };
         Ok(match self.config().final_softcap {
-            Some(cap) => arithmetic::softcap(&logits, cap)?,
+            Some(cap) => arithmetic::softcap(&copy::cast(&logits, DType::F32)?, cap)?,
             None => logits,
         })
     }

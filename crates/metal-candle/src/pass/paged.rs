@@ -412,6 +412,12 @@ impl Ragged {
             last_adapters: of_rows(&last_adapters)?,
         })
     }
+
+    /// The same with other tokens `(tokens)` u32, which the device will know.
+    pub fn reading(mut self, tokens: &Tensor) -> Result<Self> {
+        self.input.ids = tokens.contiguous()?.reshape(self.input.ids.shape())?;
+        Ok(self)
+    }
 }
 
 impl Paging {
@@ -462,7 +468,7 @@ fn u32_of(number: usize) -> Result<u32> {
 
 impl Model {
     /// Reads the tokens, whose keys and values go into the cache, and gives the logits `(wanted, vocabulary)` of what
-    /// follows those of which they are wanted, in f32. Of tensor-parallel ranks the first gives them, and others none.
+    /// follows those of which they are wanted, in f32 or as the head gives them. Of tensor-parallel ranks the first gives them, and others none.
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
         let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
@@ -476,7 +482,8 @@ impl Model {
     }
 
     /// The logits `(rows, vocabulary)` of what follows the tokens of texts like those of `next`, which the device
-    /// finds in `inputs`, in f32. Of tensor-parallel ranks the first gives them, and others what nobody reads.
+    /// finds in `inputs`, as [`Self::next_logits`]. Of tensor-parallel ranks the first gives them, and others what nobody
+    /// reads.
     pub(crate) fn next_logits_of(
         &self,
         inputs: &Tensor,
@@ -511,7 +518,7 @@ impl Model {
         let input = Input { adapters, ..input };
         let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
         let logits = match self.has_head() {
-            true => self.logits(hidden.tensor(), &input)?,
+            true => self.logits_by(hidden.tensor(), &input.adapters)?,
             false => hidden.into_tensor(),
         };
         Ok(logits.reshape((rows, ()))?)

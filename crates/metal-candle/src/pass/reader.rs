@@ -51,8 +51,8 @@ impl ModelReader {
         &self.model
     }
 
-    /// The logits `(wanted, vocabulary)` of what follows the tokens of which they are wanted, in their order, in f32.
-    /// `total` is the longest text's length, whose ropes are the same for all of them. The next call may overwrite
+    /// The logits `(wanted, vocabulary)` of what follows the tokens of which they are wanted, in their order, in f32 or the
+    /// model's dtype. `total` is the longest text's length, whose ropes are the same for all of them. The next call may overwrite
     /// them.
     pub fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
         let Self { model, cache, recordings, .. } = self;
@@ -72,7 +72,8 @@ impl ModelReader {
     }
 
     /// Launches the pass over stretches of one token each, which are `tokens (n)` u32 where the device will have them,
-    /// if that pass was recorded. For the rest as [`Self::read`], which also tells what is wrong if it can't be done.
+    /// if the host has no part in it and it isn't one to be recorded yet. For the rest as [`Self::read`], which also tells
+    /// what is wrong if it can't be done.
     pub fn read_ahead(
         &mut self,
         stretches: &[Stretch],

@@ -1,7 +1,7 @@
 //! Passes that read one more token of each text, recorded on the device: the host can't launch their many short
 //! kernels as fast as they run.
 
-use super::{Next, PagedCache, Stretch, Updates};
+use super::{Next, PagedCache, Ragged, Stretch, Updates};
 use crate::adapter::{Adapter, AdapterVersion};
 use crate::model::Model;
 use crate::{Error, Result};
@@ -25,7 +25,7 @@ pub(super) struct Recordings {
     refused: Vec<Shape>,
     runs: u64,
     is_off: bool,
-    /// Rows that a recording may have: the host has a part in the choice of more rows' experts.
+    /// The host has a part in the choice of more rows' experts.
     most_rows: Option<usize>,
 }
 
@@ -154,13 +154,8 @@ impl Recordings {
         if self.is_off || !Recording::is_supported(model.device()) || model.is_away() {
             return Ok(None);
         }
-        let shape = Shape::of(stretches, total, model, cache)?;
-        let most = *self.most_rows.get_or_insert_with(|| match model.tokens_without_host() {
-            None => usize::MAX,
-            Some(_) if cache.batch_invariant => 0,
-            Some(most) => most,
-        });
-        let shape = shape.filter(|shape| shape.rows <= most);
+        let most = self.most_rows(model, cache);
+        let shape = Shape::of(stretches, total, model, cache)?.filter(|shape| shape.rows <= most);
         // Recordings hold what adapters that are gone were laid out as.
         self.recordings.retain(|(other, _)| other.adapters.is_current());
         let again = shape.is_some() && self.last == shape;
@@ -176,7 +171,8 @@ impl Recordings {
         recording.map(|(_, recording)| logits_of(recording, stretches)).transpose()
     }
 
-    /// As [`Self::read`], of passes that were recorded before alone: for stretches whose `tokens` the device will know.
+    /// As [`Self::read`], for stretches whose `tokens` the device will know: repeats a pass that was recorded, or launches one
+    /// that isn't worth it. [`Self::read`] has those first that are.
     pub fn read_ahead(
         &mut self,
         stretches: &[Stretch],
@@ -185,16 +181,34 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<Tensor>> {
-        if self.recordings.is_empty() {
+        let most = self.most_rows(model, cache);
+        if self.is_off || model.is_away() || stretches.len() > most {
             return Ok(None);
         }
-        let Some(shape) = Shape::of(stretches, total, model, cache)? else { return Ok(None) };
         self.recordings.retain(|(other, _)| other.adapters.is_current());
+        let shape = Shape::of(stretches, total, model, cache)?.filter(|shape| shape.rows <= most);
+        let Some(shape) = shape else {
+            if Adapters::of(stretches, model, cache)?.is_none() {
+                return Ok(None);
+            }
+            self.last = None;
+            let ragged = Ragged::new(stretches, total, cache, model.device())?.reading(tokens)?;
+            return Ok(Some(model.next_logits(&ragged, cache)?));
+        };
         let logits = self.run(&shape, stretches, cache, Some(tokens))?;
         if logits.is_some() {
             self.last = Some(shape);
         }
         Ok(logits)
+    }
+
+    /// Rows that a pass may have in which the host has no part.
+    fn most_rows(&mut self, model: &Model, cache: &PagedCache) -> usize {
+        *self.most_rows.get_or_insert_with(|| match model.tokens_without_host() {
+            None => usize::MAX,
+            Some(_) if cache.batch_invariant => 0,
+            Some(most) => most,
+        })
     }
 
     /// Repeats the pass of this shape, if it was recorded.

@@ -7,7 +7,7 @@ use metal_candle::engine::{
     CacheDtype, Engine, EngineOptions, Event, Finished, Handle, Request, RequestId, Statistics,
 };
 use metal_candle::generate::{FinishReason, GenerateOptions, Generation, SamplingOptions, Session};
-use metal_candle::model::Model;
+use metal_candle::model::{Config, Model};
 use metal_candle::random::SplitMix64;
 use metal_candle::text::Tokenizer;
 use metal_candle::{DType, Device};
@@ -152,6 +152,45 @@ fn each_text_has_its_own_adapter() {
     let mut engine = Engine::new(&other, Some(&tokenizer), options(20)).unwrap();
     let error = engine.submit(requests[0].clone()).unwrap_err().to_string();
     assert!(error.contains("was made for another model"), "{error}");
+}
+
+/// A text that is much longer than the others has a pass that isn't worth recording.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_passes_that_are_not_recorded_are_launched_ahead_too() {
+    let tokenizer = tokenizer();
+    let config = Config::from_json(
+        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50,
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5, "initializer_range": 0.3}"#,
+    );
+    let device = metal_candle::devices::cuda(0).unwrap();
+    let model = Arc::new(Model::random(config.unwrap(), DType::F32, &device, 1).unwrap());
+    let prompt =
+        |length: usize| -> Vec<u32> { (0..length as u32).map(|i| (i * i + i / 7) % 50).collect() };
+    let requests: Vec<Request> = (0..21)
+        .map(|index| {
+            let length = if index == 0 { 8200 } else { index };
+            request(&prompt(length), if index % 8 == 7 { 3 } else { 10 })
+        })
+        .collect();
+    let expected: Vec<Vec<u32>> =
+        requests.iter().map(|request| alone(&model, &tokenizer, request)).collect();
+    let options = EngineOptions {
+        max_sequences: 21,
+        max_batch_tokens: 10_000,
+        cache_tokens: Some(16_000),
+        // No prompt waits for another that begins alike.
+        prefix_cache: false,
+        ..EngineOptions::default()
+    };
+    let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+    assert_eq!(together(&mut engine, &requests).0, expected);
+    let Statistics { recorded, read_ahead, .. } = engine.statistics();
+    assert_eq!(recorded, 0);
+    // Also of those that go on where others end; the first is read with the prompts.
+    assert_eq!(read_ahead, 9);
 }
 
 #[test]
