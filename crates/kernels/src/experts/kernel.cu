@@ -3,6 +3,7 @@
 // A place that is none of y's rows can't be reported from here: it gives NaN.
 #include "../glu/activation.cuh"
 #include "grouped.cuh"
+#include "fragments.cuh"
 #include "packed.cuh"
 #include "sorted.cuh"
 #include "rows.cuh"
@@ -214,14 +215,6 @@ template <int BITS, int KIND> struct PackedMatrices {
     }
 };
 
-/// What an expert's layer adds to `column`, if anything. `biases` has three addresses of each expert, or is null.
-template <typename T>
-__device__ __forceinline__ float bias_of(const T *const *biases, int64_t expert, int layer, int column) {
-    if (biases == nullptr) return 0.0f;
-    const T *const bias = biases[3 * expert + layer];
-    return bias == nullptr ? 0.0f : to_float(bias[column]);
-}
-
 /// The gated unit of choice `blockIdx.y`, `outer` columns, of its token's row of x.
 template <typename T, typename Matrices>
 __device__ __forceinline__ void unit_of(const T *x, const typename Matrices::template Entry<T> *table,
@@ -283,35 +276,24 @@ FOR_EACH_DTYPE(experts_route, WARP,
                (logits, chosen, shares, count, active, normalized))
 
 /// `experts_unit` and `experts_down` of matrices of a kind.
-#define FEW(form, ...)                                                                             \
-    template <typename T>                                                                          \
-    __device__ __forceinline__ void experts_unit##form(                                            \
-        const T *x, const typename __VA_ARGS__::template Entry<T> *table, const T *const *biases,  \
-        const unsigned *chosen, T *unit, int inner, int outer, int active, int activation) {       \
-        unit_of<T, __VA_ARGS__>(x, table, biases, chosen, unit, inner, outer, active, activation); \
+#define FEW(form, T, suffix, ...)                                                                  \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_unit##form##_##suffix        \
+        UNIT_PARAMETERS(T, typename __VA_ARGS__::template Entry<T>) {                              \
+        unit_of<T, __VA_ARGS__>(x, table, biases, chosen, y, depth, columns, active, activation);  \
     }                                                                                              \
-    template <typename T>                                                                          \
-    __device__ __forceinline__ void experts_down##form(                                            \
-        const T *unit, const typename __VA_ARGS__::template Entry<T> *table,                       \
-        const T *const *biases, const unsigned *chosen, T *y, int inner, int outer) {              \
-        down_of<T, __VA_ARGS__>(unit, table, biases, chosen, y, inner, outer);                     \
-    }                                                                                              \
-    FOR_EACH_DTYPE(experts_unit##form, FEW_THREADS,                                                \
-                   (const T *x, const typename __VA_ARGS__::template Entry<T> *table,              \
-                    const T *const *biases, const unsigned *chosen, T *unit, int inner, int outer, \
-                    int active, int activation),                                                   \
-                   (x, table, biases, chosen, unit, inner, outer, active, activation))             \
-    FOR_EACH_DTYPE(experts_down##form, FEW_THREADS,                                                \
-                   (const T *unit, const typename __VA_ARGS__::template Entry<T> *table,           \
-                    const T *const *biases, const unsigned *chosen, T *y, int inner, int outer),   \
-                   (unit, table, biases, chosen, y, inner, outer))
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_down##form##_##suffix        \
+        DOWN_PARAMETERS(T, typename __VA_ARGS__::template Entry<T>) {                              \
+        down_of<T, __VA_ARGS__>(unit, table, biases, chosen, y, depth, columns);                   \
+    }
+#define FEW_OF_ALL(form, ...)                                                                      \
+    FEW(form, float, f32, __VA_ARGS__) FEW(form, bf16, bf16, __VA_ARGS__) FEW(form, f16, f16, __VA_ARGS__)
 
-FEW(, DenseMatrices)
-FEW(_table, PackedMatrices<4, TABLE>)
-FEW(_e4m3, PackedMatrices<8, E4M3>)
-FEW(_2_bits, PackedMatrices<2, INTEGERS>)
-FEW(_3_bits, PackedMatrices<3, INTEGERS>)
-FEW(_4_bits, PackedMatrices<4, INTEGERS>)
-FEW(_5_bits, PackedMatrices<5, INTEGERS>)
-FEW(_6_bits, PackedMatrices<6, INTEGERS>)
-FEW(_8_bits, PackedMatrices<8, INTEGERS>)
+FEW_OF_ALL(, DenseMatrices)
+FEW_OF_ALL(_table, PackedMatrices<4, TABLE>)
+FEW_OF_ALL(_e4m3, PackedMatrices<8, E4M3>)
+FEW_OF_ALL(_2_bits, PackedMatrices<2, INTEGERS>)
+FEW_OF_ALL(_3_bits, PackedMatrices<3, INTEGERS>)
+FEW_OF_ALL(_4_bits, PackedMatrices<4, INTEGERS>)
+FEW_OF_ALL(_5_bits, PackedMatrices<5, INTEGERS>)
+FEW_OF_ALL(_6_bits, PackedMatrices<6, INTEGERS>)
+FEW_OF_ALL(_8_bits, PackedMatrices<8, INTEGERS>)

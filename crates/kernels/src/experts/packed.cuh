@@ -1,4 +1,4 @@
-// Products of single rows with matrices in fewer bits that a table describes. The numbers are those of numbers.cuh, but that the
+// Products of single rows with matrices in fewer bits that a table describes, where fragments.cuh isn't for them. The numbers are those of numbers.cuh, but that the
 // scale of eight neighbours is multiplied by their sum.
 #pragma once
 

@@ -4,7 +4,7 @@
 
 use crate::backend::{require_dtype, require_rank, require_shape, require_together};
 use crate::glu::Activation;
-use crate::quantized::{Levels, Quantized, Weight};
+use crate::quantized::{E2M1, Levels, Quantized, Scales, Weight};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) const OPERATION: &str = "experts::routed";
@@ -17,11 +17,10 @@ const MANY_TOKENS: usize = 8192;
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of a row of `x` or of a gated unit at most, which a block keeps.
 const MOST_BYTES: usize = 32 << 10;
-/// Codes that a thread takes at once of a few tokens' matrices, with one scale.
+/// Neighbours of a line that a thread has at once of packed matrices for single rows, and in fragments, of which halves may have
+/// a scale each.
 const CODES: usize = 8;
-/// And of many tokens' matrices, and those of them that have one scale.
-const MANY_CODES: usize = 32;
-const MANY_CODES_OF_SCALE: usize = 16;
+const FRAGMENT_CODES: usize = 32;
 
 /// An expert, whose matrices lead into its gate and value, `(width, hidden)` each, and back, `(hidden, width)`.
 #[derive(Clone, Copy, Debug)]
@@ -67,9 +66,19 @@ pub(super) enum Matrix {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
     Dense,
-    Integers { bits: usize },
+    Integers {
+        bits: usize,
+    },
+    /// Integers with the scales of blocks, in fragments.
+    Blocks {
+        bits: usize,
+    },
     Table,
+    /// A table with the scales of blocks, in fragments.
+    TableBlocks,
     E4m3,
+    /// e2m1 with scales in e8m0, in fragments of bf16.
+    Mxfp4,
 }
 
 /// How a layer's experts are chosen, and what they compute.
@@ -112,26 +121,69 @@ impl Owned {
 }
 
 impl Form {
-    /// Of matrices that are all of one, for rows of `dtype`.
-    fn of<'a>(mut weights: impl Iterator<Item = Weight<'a>>, dtype: DType) -> Option<Self> {
+    /// Of matrices that are all of one, for rows of `dtype`, packed ones by fragments or for single rows.
+    fn of<'a>(
+        mut weights: impl Iterator<Item = Weight<'a>>,
+        dtype: DType,
+        in_fragments: bool,
+    ) -> Option<Self> {
         let of_one = |weight: Weight| match weight {
             Weight::Dense(weight) => (weight.dtype() == dtype).then_some(Self::Dense),
-            Weight::Quantized(packed) => {
-                let (outer, inner) = packed.shape();
-                let fits = inner.is_multiple_of(CODES)
-                    && packed.group().is_multiple_of(CODES)
-                    && outer * inner / CODES <= u32::MAX as usize
-                    && !weight.rounds_rows()
-                    && !packed.multiplies_integers();
-                fits.then_some(match packed.levels() {
-                    Levels::Integers { bits, .. } => Self::Integers { bits },
-                    Levels::Table(_) => Self::Table,
-                    Levels::E4m3 => Self::E4m3,
-                })
+            Weight::Quantized(packed) if weight.rounds_rows() || packed.multiplies_integers() => {
+                None
             }
+            Weight::Quantized(packed) if in_fragments => Self::of_fragments(packed, dtype),
+            Weight::Quantized(packed) => Self::of_single_rows(packed),
         };
         let first = of_one(weights.next()?)?;
         weights.all(|weight| of_one(weight) == Some(first)).then_some(first)
+    }
+
+    /// Of a packed matrix whose lines a warp has for a row.
+    fn of_single_rows(packed: &Quantized) -> Option<Self> {
+        let (outer, inner) = packed.shape();
+        let fits = inner.is_multiple_of(CODES)
+            && packed.group().is_multiple_of(CODES)
+            && outer * inner / CODES <= u32::MAX as usize;
+        fits.then_some(match packed.levels() {
+            Levels::Integers { bits, .. } => Self::Integers { bits },
+            Levels::Table(_) => Self::Table,
+            Levels::E4m3 => Self::E4m3,
+        })
+    }
+
+    /// And of one that becomes fragments of tensor cores, for rows of 16 bits.
+    fn of_fragments(packed: &Quantized, dtype: DType) -> Option<Self> {
+        let ((outer, inner), group) = (packed.shape(), packed.group());
+        if !inner.is_multiple_of(FRAGMENT_CODES)
+            || !(group == FRAGMENT_CODES / 2 || group.is_multiple_of(FRAGMENT_CODES))
+            || outer * inner / FRAGMENT_CODES > u32::MAX as usize
+        {
+            return None;
+        }
+        match (packed.levels(), packed.scales()) {
+            (Levels::Integers { bits: bits @ 2..=6, .. }, Scales::Blocks { .. }) => {
+                Some(Self::Blocks { bits })
+            }
+            (Levels::Table(_), Scales::Blocks { offsets: None, .. }) => Some(Self::TableBlocks),
+            (Levels::Integers { bits, .. }, Scales::Plain { .. }) => Some(Self::Integers { bits }),
+            (Levels::Table(levels), Scales::E8m0(_))
+                if *levels == E2M1 && group == 32 && dtype == DType::BF16 =>
+            {
+                Some(Self::Mxfp4)
+            }
+            (
+                Levels::Table(_),
+                Scales::Plain { offsets: None, .. }
+                | Scales::E8m0(_)
+                | Scales::E4m3 { .. }
+                | Scales::Nested { .. },
+            ) => Some(Self::Table),
+            (Levels::E4m3, Scales::Plain { offsets: None, .. } | Scales::E8m0(_)) => {
+                Some(Self::E4m3)
+            }
+            _ => None,
+        }
     }
 }
 
@@ -155,29 +207,16 @@ fn described(experts: &[Expert], dtype: DType) -> Result<Option<Described>> {
     if !(is_float && experts.len() <= MOST_EXPERTS && fits(hidden) && fits(width)) {
         return Ok(None);
     }
-    let of = |layers: &'static [usize]| {
+    let of = |layers: &'static [usize], in_fragments: bool| {
         let weights = experts.iter().flat_map(|it| layers.iter().map(|layer| it.weights[*layer]));
-        Form::of(weights, dtype)
+        Form::of(weights, dtype, in_fragments)
     };
+    let forms = |in_fragments| Some([of(&[0, 1], in_fragments)?, of(&[2], in_fragments)?]);
     let is_like_x = |bias: &&Tensor| bias.dtype() == dtype;
     let have_biases = experts.iter().all(|it| it.biases.iter().flatten().all(is_like_x));
-    let (Some(into), Some(back), true) = (of(&[0, 1]), of(&[2]), have_biases) else {
-        return Ok(None);
-    };
-    let in_tiles = |weight: &Weight| match weight {
-        Weight::Dense(_) => true,
-        Weight::Quantized(packed) => {
-            packed.shape().1.is_multiple_of(MANY_CODES)
-                && packed.group().is_multiple_of(MANY_CODES_OF_SCALE)
-        }
-    };
-    let most = match dtype {
-        DType::BF16 | DType::F16 if experts.iter().flat_map(|it| &it.weights).all(in_tiles) => {
-            MANY_TOKENS
-        }
-        _ => FEW_TOKENS,
-    };
-    Ok(Some(Described { forms: [into, back], sizes: [hidden, width], most }))
+    let many = forms(true).filter(|_| dtype != DType::F32).map(|forms| (forms, MANY_TOKENS));
+    let found = many.or_else(|| Some((forms(false)?, FEW_TOKENS))).filter(|_| have_biases);
+    Ok(found.map(|(forms, most)| Described { forms, sizes: [hidden, width], most }))
 }
 
 /// How many tokens of `dtype` a [`Layer`] of such experts takes on a CUDA device, if [`Layer::new`] takes them.
@@ -191,7 +230,7 @@ pub fn most_tokens(experts: &[Expert], dtype: DType) -> Result<Option<usize>> {
 impl Layer {
     /// The experts of a layer for rows of `dtype`. `None` where they aren't on a CUDA device, or have what it isn't for: more than
     /// 1024 experts, rows of more than 32 KiB or of no whole 16 bytes, matrices in another dtype than `dtype` or that aren't all
-    /// packed alike, or packed ones whose rows or groups are no multiples of 8.
+    /// packed alike, or packed ones whose rows and groups are no multiples of 8.
     ///
     /// # Errors
     /// When shapes don't fit, or the device has no memory.
@@ -238,7 +277,8 @@ impl Layer {
             && self.experts.iter().zip(experts).all(|(own, other)| own.is(other))
     }
 
-    /// Tokens of a call at most: 8192 of 16 bits, but 32 where packed rows are no multiples of 32 or groups none of 16, and of f32.
+    /// Tokens of a call at most: 8192 of 16 bits, and 32 of f32, or where packed rows aren't multiples of 32 and groups of 32, or 16
+    /// alone.
     pub fn most_tokens(&self) -> usize {
         self.most
     }

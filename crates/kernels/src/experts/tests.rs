@@ -420,10 +420,13 @@ fn wrong_groups_are_refused() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
-    use crate::experts::cuda::routed::OTHER_ONE_BY_ONE;
+    use crate::experts::cuda::routed::{OTHER_WAY, Way};
     use crate::glu::{self, Activation};
-    use crate::quantized::{Levels, Scales};
+    use crate::quantized::testing::every_kind;
+    use crate::quantized::{E2M1, Levels, Scales};
     use routed::{Expert, Layer, Matrix, Options};
+
+    const WAYS: [Way; 3] = [Way::OneByOne, Way::Tiles(32), Way::Tiles(64)];
 
     /// A layer's experts and what is asked of them, all on the CPU.
     struct Problem {
@@ -547,13 +550,13 @@ mod cuda {
             for view in [|tensor: &Tensor| tensor.clone(), strided] {
                 let on_gpu = |tensor: &Tensor| view(&there(tensor, device));
                 let (x, logits) = (on_gpu(&self.x), on_gpu(&self.logits));
-                // Of few tokens by both kinds of kernels.
-                let ways =
-                    if self.x.dim(0).unwrap() <= 64 { &[Some(0), Some(64)][..] } else { &[None] };
+                // Of few tokens by all kinds of kernels.
+                let is_few = self.x.dim(0).unwrap() <= 64;
+                let ways = WAYS.map(Some).into_iter().filter(|_| is_few).chain([None]);
                 for way in ways {
-                    OTHER_ONE_BY_ONE.set(*way);
+                    OTHER_WAY.set(way);
                     let found = layer.forward(&x, &logits, self.options).unwrap();
-                    OTHER_ONE_BY_ONE.set(None);
+                    OTHER_WAY.set(None);
                     assert_eq!((found.dtype(), found.dims()), (self.x.dtype(), self.x.dims()));
                     assert_close(&here(&found), &self.on_the_cpu(), tolerance);
                 }
@@ -725,26 +728,60 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_tokens_read_packed_experts() {
         let device = crate::testing::cuda();
-        for (index, format) in PACKED.into_iter().enumerate() {
-            let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
+        let precisions = PRECISIONS.into_iter().enumerate();
+        for ((index, format), (round, (dtype, tolerance))) in PACKED
+            .into_iter()
+            .enumerate()
+            .flat_map(|it| precisions.clone().map(move |other| (it, other)))
+        {
             let options = Options { active: 3, normalized: true, activation: Activation::Clamped };
             // Rows of K quants are whole blocks of 256.
             let has_short_rows = matches!(format, Format::Mxfp4 | Format::Q8_0 | Format::Mxfp8);
-            let sizes = match has_short_rows {
-                true => vec![[20, 5, 96, 160], [300, 7, 32, 416]],
-                false => Vec::new(),
-            };
+            let short = [[20, 5, 96, 160], [300, 7, 32, 416]];
             let of_blocks =
                 [[1, 5, 256, 512], [7, 5, 768, 256], [60, 5, 256, 512], [300, 7, 512, 256]];
-            for sizes in of_blocks.into_iter().chain(sizes) {
-                // f32 has none for so many.
-                let dtype = if sizes[0] > 32 && dtype == DType::F32 { DType::F16 } else { dtype };
-                let tolerance = if sizes[0] > 32 { tolerance.max(2e-3) } else { tolerance };
-                let is_short = sizes[3] % 256 != 0;
+            for (place, sizes) in of_blocks.into_iter().chain(short).enumerate() {
+                let (is_short, is_single) = (place >= of_blocks.len(), dtype == DType::F32);
+                // f32 has no kernels for so many; and each is computed in one dtype of 16 bits.
+                let is_other = !is_single && place % 2 == round % 2;
+                if is_short && !has_short_rows || is_single && sizes[0] > 32 || is_other {
+                    continue;
+                }
                 let back = if is_short { format } else { PACKED[(index + 1) % PACKED.len()] };
                 let problem = Problem::new(sizes, options, dtype).packed([format, back]);
                 problem.assert_right(&device, 8.0 * tolerance);
                 problem.biased().assert_right(&device, 8.0 * tolerance);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_tokens_read_experts_of_every_kind() {
+        let device = crate::testing::cuda();
+        let options = Options { active: 2, normalized: true, activation: Activation::Clamped };
+        let ([hidden, width], count) = ([256, 544], 3);
+        // Groups go on from one line to the next.
+        let [into, back] = [(2 * count * width, hidden), (count * hidden, width)].map(every_kind);
+        for ((name, into), (_, back)) in into.iter().zip(&back) {
+            let part = |of: &Quantized, lines: usize, index: usize| {
+                Matrix::Packed(
+                    of.narrow(0, std::slice::from_ref(&(index * lines..(index + 1) * lines)))
+                        .unwrap(),
+                )
+            };
+            for (tokens, (dtype, tolerance)) in [1, 40].into_iter().zip(&PRECISIONS[1..]) {
+                let mut problem = Problem::new([tokens, count, hidden, width], options, *dtype);
+                problem.x = (&problem.x * 0.1).unwrap();
+                for (index, weights) in problem.weights.iter_mut().enumerate() {
+                    let [gate, up] = [0, 1].map(|it| part(into, width, 2 * index + it));
+                    *weights = [gate, up, part(back, hidden, index)];
+                }
+                let is_taken = !Weight::from(into).rounds_rows() && !into.multiplies_integers();
+                assert_eq!(problem.layer(&device).is_some(), is_taken, "{name}");
+                if is_taken {
+                    problem.assert_right(&device, 8.0 * tolerance);
+                }
             }
         }
     }
@@ -774,6 +811,45 @@ mod cuda {
         }
         assert_eq!(problem.layer(&device).unwrap().most_tokens(), 32);
         problem.assert_right(&device, 0.03);
+    }
+
+    /// Scales above 2 by themselves are beyond what bf16 has once they make up for what codes are too small by.
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_small_scales_beside_large_ones_keep_their_numbers() {
+        let device = crate::testing::cuda();
+        let options = Options { active: 1, normalized: true, activation: Activation::Silu };
+        let [tokens, hidden, width] = [3, 64, 160];
+        let mut problem = Problem::new([tokens, 1, hidden, width], options, DType::BF16);
+        let packed = |(outer, inner): (usize, usize), exponent: fn(usize) -> u8| {
+            let exponents = (0..outer * inner / 32).map(|group| exponent(group * 32 / inner));
+            let codes = (0..outer * inner / 2).map(|at| (at * 37 % 251) as u8);
+            let [codes, exponents] =
+                [codes.collect(), exponents.collect()].map(|bytes: Vec<u8>| {
+                    Tensor::from_slice(&bytes, bytes.len(), &Device::Cpu).unwrap()
+                });
+            let (levels, scales) = (Levels::Table(&E2M1), Scales::E8m0(exponents));
+            Matrix::Packed(Quantized::new((outer, inner), levels, 32, codes, scales).unwrap())
+        };
+        let into = packed((width, hidden), |_| 131);
+        // Of neighbouring lines, some far above and others far below 1.
+        let back = packed((hidden, width), |line| if line % 4 == 0 { 140 } else { 110 });
+        problem.weights = vec![[into.clone(), into, back]];
+        let layer = problem.layer(&device).unwrap();
+        let (x, logits) = (there(&problem.x, &device), there(&problem.logits, &device));
+        let small = |y: &Tensor| {
+            let lines: Vec<u32> = (0..hidden as u32).filter(|line| line % 4 != 0).collect();
+            let lines = Tensor::new(lines, &Device::Cpu).unwrap();
+            y.index_select(&lines, 1).unwrap()
+        };
+        let expected = small(&problem.on_the_cpu());
+        assert!(max_abs(&expected) > 1.0);
+        for way in WAYS {
+            OTHER_WAY.set(Some(way));
+            let found = layer.forward(&x, &logits, options).unwrap();
+            OTHER_WAY.set(None);
+            assert_close(&small(&here(&found)), &expected, 0.03);
+        }
     }
 
     #[test]
@@ -828,6 +904,7 @@ mod cuda {
         let device = crate::testing::cuda();
         for (name, [count, active, hidden, width], format) in [
             ("gpt-oss-20b, mxfp4", [32, 4, 2880, 2880], Some(Format::Mxfp4)),
+            ("gpt-oss-20b, mlx4", [32, 4, 2880, 2880], Some(Format::Affine { bits: 4, group: 64 })),
             ("gpt-oss-20b, bf16", [32, 4, 2880, 2880], None),
             ("qwen3-30b-a3b, q4_k", [128, 8, 2048, 768], Some(Format::Q4K)),
             ("qwen3-30b-a3b, bf16", [128, 8, 2048, 768], None),
@@ -853,23 +930,26 @@ mod cuda {
             let experts: Vec<_> = copies.iter().map(|weights| expert_of(weights, &none)).collect();
             let layer = Layer::new(&experts, DType::BF16).unwrap().unwrap();
             let options = Options { active, normalized: true, activation: Activation::Silu };
-            let mut line = format!("{name}, us one by one and sorted:");
-            for tokens in [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 2048, 8192] {
+            let mut line = format!("{name}, us one by one, in tiles of 32 and of 64:");
+            for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192] {
                 let x = random(&[tokens, hidden], 4).to_dtype(DType::BF16).unwrap();
                 let logits = random(&[tokens, count], 5).to_dtype(DType::BF16).unwrap();
                 let (x, logits) = (there(&x, &device), there(&logits, &device));
-                let time = |one_by_one: usize| {
-                    OTHER_ONE_BY_ONE.set(Some(one_by_one));
+                let time = |way: Way| {
+                    OTHER_WAY.set(Some(way));
                     let seconds = least_seconds(&device, 5, || {
                         for _ in 0..5 {
                             layer.forward(&x, &logits, options).unwrap();
                         }
                     });
-                    OTHER_ONE_BY_ONE.set(None);
+                    OTHER_WAY.set(None);
                     seconds / 5.0 * 1e6
                 };
-                let one_by_one = if tokens <= 128 { time(tokens) } else { f64::NAN };
-                line += &format!(" {tokens}: {one_by_one:.0} {:.0};", time(0));
+                let times = WAYS.map(|way| match way {
+                    Way::OneByOne if tokens > 128 => f64::NAN,
+                    _ => time(way),
+                });
+                line += &format!(" {tokens}: {times:.0?};");
             }
             println!("{line}");
         }

@@ -55,33 +55,40 @@ struct ScaleAndOffset {
     float scale, offset;
 };
 
-/// What a scale stands for. An offset that isn't there is -0, which changes no number that it is added to.
-__device__ __forceinline__ ScaleAndOffset decoded(const Packed &q, StoredScale from) {
+/// What a scale that is stored in a way stands for. An offset that isn't there is -0, which changes no number that it is added to.
+template <int STORED> __device__ __forceinline__ ScaleAndOffset decoded_as(const Packed &q, StoredScale from) {
     const bool shifts = q.offsets != nullptr;
+    if constexpr (STORED == PLAIN_F32) {
+        return {__uint_as_float(from.scale), shifts ? __uint_as_float(from.offset) : -0.0f};
+    } else if constexpr (STORED == PLAIN_F16) {
+        return {from_f16(from.scale), shifts ? from_f16(from.offset) : -0.0f};
+    } else if constexpr (STORED == PLAIN_BF16) {
+        return {__uint_as_float(from.scale << 16), shifts ? __uint_as_float(from.offset << 16) : -0.0f};
+    } else if constexpr (STORED == CODED_E8M0) {
+        return {from_e8m0(from.scale), -0.0f};
+    } else if constexpr (STORED == CODED_E4M3) {
+        return {__fmul_rn(from_e4m3(from.scale), q.number), -0.0f};
+    } else if constexpr (STORED == NESTED) {
+        const float scale = __fmul_rn(__ldg(q.table + from.scale), __uint_as_float(from.large));
+        return {__fadd_rn(scale, q.number), -0.0f};
+    } else {
+        const int code = STORED == SIGNED_BLOCKS ? static_cast<int8_t>(from.scale) : static_cast<int>(from.scale);
+        const float offset = -__fmul_rn(from_f16(from.large_offset), static_cast<float>(from.offset));
+        return {__fmul_rn(from_f16(from.large), static_cast<float>(code)), shifts ? offset : -0.0f};
+    }
+}
+
+/// The same, however it is stored.
+__device__ __forceinline__ ScaleAndOffset decoded(const Packed &q, StoredScale from) {
     switch (q.scale_kind) {
-        case PLAIN_F32:
-            return {__uint_as_float(from.scale), shifts ? __uint_as_float(from.offset) : -0.0f};
-        case PLAIN_F16:
-            return {from_f16(from.scale), shifts ? from_f16(from.offset) : -0.0f};
-        case PLAIN_BF16:
-            return {__uint_as_float(from.scale << 16),
-                    shifts ? __uint_as_float(from.offset << 16) : -0.0f};
-        case CODED_E8M0:
-            return {from_e8m0(from.scale), -0.0f};
-        case CODED_E4M3:
-            return {__fmul_rn(from_e4m3(from.scale), q.number), -0.0f};
-        case NESTED:
-            return {__fadd_rn(__fmul_rn(__ldg(q.table + from.scale), __uint_as_float(from.large)),
-                              q.number),
-                    -0.0f};
-        default: {
-            const int code = q.scale_kind == SIGNED_BLOCKS ? static_cast<int8_t>(from.scale)
-                                                           : static_cast<int>(from.scale);
-            const float offset =
-                -__fmul_rn(from_f16(from.large_offset), static_cast<float>(from.offset));
-            return {__fmul_rn(from_f16(from.large), static_cast<float>(code)),
-                    shifts ? offset : -0.0f};
-        }
+        case PLAIN_F32: return decoded_as<PLAIN_F32>(q, from);
+        case PLAIN_F16: return decoded_as<PLAIN_F16>(q, from);
+        case PLAIN_BF16: return decoded_as<PLAIN_BF16>(q, from);
+        case CODED_E8M0: return decoded_as<CODED_E8M0>(q, from);
+        case CODED_E4M3: return decoded_as<CODED_E4M3>(q, from);
+        case NESTED: return decoded_as<NESTED>(q, from);
+        case SIGNED_BLOCKS: return decoded_as<SIGNED_BLOCKS>(q, from);
+        default: return decoded_as<BLOCKS>(q, from);
     }
 }
 

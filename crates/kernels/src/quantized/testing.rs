@@ -4,6 +4,12 @@ use super::{BLOCK, E2M1, Levels, NESTED, NF4, Quantized, Scales};
 use crate::testing::{random, values};
 use candle_core::{DType, Device, Tensor};
 
+/// ggml's table of 4 bits.
+const IQ4: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0,
+    89.0, 113.0,
+];
+
 /// Bytes that follow from the count and the seed alone.
 fn bytes(count: usize, seed: u64) -> Tensor {
     let bytes: Vec<u8> =
@@ -98,6 +104,8 @@ pub fn every_kind(shape: (usize, usize)) -> Vec<(String, Quantized)> {
             let quantized = Quantized::new(shape, levels, group, codes_of(levels), scales);
             add(name.into(), quantized.unwrap());
         }
+        let (iq4, scales) = (Levels::Table(&IQ4), blocks(32, true, false));
+        add("iq4_xs".into(), Quantized::new(shape, iq4, 32, codes_of(iq4), scales).unwrap());
     }
     kinds
 }

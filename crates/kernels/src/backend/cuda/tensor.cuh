@@ -60,6 +60,21 @@ template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float 
     return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
+/// The products of two pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t pairwise_product(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t pairwise_product<bf16>(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 result = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&a),
+                                          *reinterpret_cast<__nv_bfloat162 *>(&b));
+    return *reinterpret_cast<const uint32_t *>(&result);
+}
+template <> __device__ __forceinline__ uint32_t pairwise_product<f16>(uint32_t a, uint32_t b) {
+    const __half2 result =
+        __hmul2(*reinterpret_cast<__half2 *>(&a), *reinterpret_cast<__half2 *>(&b));
+    return *reinterpret_cast<const uint32_t *>(&result);
+}
+
 /// The floats of such a pair.
 template <typename T> __device__ __forceinline__ float2 unpack_pair(uint32_t pair);
 template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t pair) {

@@ -1,4 +1,4 @@
-//! The experts of tokens that the device has chosen, see `kernel.cu`, `packed.cuh` and `sorted.cuh`.
+//! The experts of tokens that the device has chosen, see `kernel.cu`, `packed.cuh`, `sorted.cuh` and `fragments.cuh`.
 
 use super::MODULE;
 use crate::backend::cuda::{Array, Cuda, by_dtype, is_recording};
@@ -6,27 +6,64 @@ use crate::experts::routed::{
     Described, FEW_TOKENS, Form, Layer, Matrix, OPERATION, Options, Owned,
 };
 use crate::quantized::cuda::Described as DescribedMatrix;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 
 const WARP: u32 = 32;
-/// Threads of a block of products, and columns that it has, as in `kernel.cu`.
+/// Threads of a block of products.
 const THREADS: u32 = 256;
-const COLUMNS: usize = 16;
-/// Rows of a tile, and columns of one of units and of outputs, as in `sorted.cuh`.
+/// Rows of a tile, columns of one of units and of outputs, and bytes of its stages, as in `sorted.cuh`.
 const TILE_ROWS: usize = 64;
 const UNIT_COLUMNS: usize = 64;
 const OUTPUT_COLUMNS: usize = 128;
-const TILES_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
-/// Choices of an expert, on average, up to which each choice's row is multiplied by itself, by matrices as they are, and by packed
-/// ones, whose tiles take longer to unpack than to read.
+const SORTED_SHARED: u32 = 3 * (64 + 128) * 64 * 2;
+/// Rows of a small tile, which packed matrices have, too, and bytes of the stages of theirs, as in `fragments.cuh`.
+const SMALL_TILE_ROWS: usize = 32;
+const FRAGMENTS_SHARED: u32 = 3 * (16 << 10);
+/// What a single row is filled up to, and bytes of the sums of warps that share its depth.
+const SINGLE_DEPTH: usize = 512;
+const SUMS_SHARED: u32 = 8 << 10;
+/// Choices of an expert, on average, up to which each choice's row is multiplied by itself, by matrices as they are and by packed
+/// ones, and up to which these are multiplied by small tiles.
 const ONE_BY_ONE: f64 = 0.66;
-const PACKED_ONE_BY_ONE: f64 = 1.6;
+const PACKED_ONE_BY_ONE: f64 = 0.4;
+const IN_SMALL_TILES: f64 = 24.0;
+
+/// How rows are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Each choice's row by itself.
+    OneByOne,
+    /// By tiles of so many rows of an expert.
+    Tiles(usize),
+}
 
 #[cfg(test)]
 thread_local! {
-    /// For measurements: how many tokens' rows are multiplied by themselves.
-    pub(crate) static OTHER_ONE_BY_ONE: std::cell::Cell<Option<usize>> =
-        const { std::cell::Cell::new(None) };
+    /// For tests and measurements.
+    pub(crate) static OTHER_WAY: std::cell::Cell<Option<Way>> = const { std::cell::Cell::new(None) };
+}
+
+impl Way {
+    /// Of so many choices for a layer's experts.
+    fn of(layer: &Layer, choices: usize) -> Self {
+        if layer.most <= FEW_TOKENS {
+            return Self::OneByOne;
+        }
+        #[cfg(test)]
+        if let Some(way) = OTHER_WAY.get() {
+            return way;
+        }
+        let of_each = choices as f64 / layer.experts.len() as f64;
+        let is_packed = layer.forms.iter().all(|form| *form != Form::Dense);
+        let one_by_one = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
+        if of_each <= one_by_one {
+            Self::OneByOne
+        } else if is_packed && of_each <= IN_SMALL_TILES {
+            Self::Tiles(SMALL_TILE_ROWS)
+        } else {
+            Self::Tiles(TILE_ROWS)
+        }
+    }
 }
 
 /// The kernel `$name` for matrices of a form and rows of a dtype.
@@ -41,6 +78,7 @@ macro_rules! by_form {
     ($name:literal, $form:expr, $dtype:expr) => {
         match $form {
             Form::Dense => by_form!($name, "", $dtype),
+            Form::Mxfp4 => by_form!($name, "_e2m1", $dtype),
             Form::Table => by_form!($name, "_table", $dtype),
             Form::E4m3 => by_form!($name, "_e4m3", $dtype),
             Form::Integers { bits: 2 } => by_form!($name, "_2_bits", $dtype),
@@ -49,8 +87,82 @@ macro_rules! by_form {
             Form::Integers { bits: 5 } => by_form!($name, "_5_bits", $dtype),
             Form::Integers { bits: 6 } => by_form!($name, "_6_bits", $dtype),
             Form::Integers { .. } => by_form!($name, "_8_bits", $dtype),
+            Form::TableBlocks => by_form!($name, "_table_blocks", $dtype),
+            Form::Blocks { bits: 2 } => by_form!($name, "_2_bits_blocks", $dtype),
+            Form::Blocks { bits: 3 } => by_form!($name, "_3_bits_blocks", $dtype),
+            Form::Blocks { bits: 4 } => by_form!($name, "_4_bits_blocks", $dtype),
+            Form::Blocks { bits: 5 } => by_form!($name, "_5_bits_blocks", $dtype),
+            Form::Blocks { .. } => by_form!($name, "_6_bits_blocks", $dtype),
         }
     };
+}
+
+/// A kernel, columns of a block of it, and bytes of its shared memory.
+struct Kernel {
+    name: &'static str,
+    columns: usize,
+    shared: u32,
+}
+
+impl Kernel {
+    /// That of units for a layer's matrices of a form, in tiles of so many rows or one by one.
+    fn of_units(layer: &Layer, form: Form, tile: Option<usize>, inner: usize) -> Self {
+        let dtype = layer.dtype;
+        if form != Form::Dense && layer.most > FEW_TOKENS {
+            let names = [
+                by_form!("experts_packed_unit_1", form, dtype),
+                by_form!("experts_packed_unit_32", form, dtype),
+                by_form!("experts_packed_unit_64", form, dtype),
+            ];
+            return Self::of_packed(names, tile, inner);
+        }
+        match tile {
+            Some(_) => {
+                let name = by_form!("experts_sorted_unit", "", dtype);
+                Self { name, columns: UNIT_COLUMNS, shared: SORTED_SHARED }
+            }
+            None => Self::of_rows(by_form!("experts_unit", form, dtype), dtype, inner),
+        }
+    }
+
+    /// And that of outputs.
+    fn of_outputs(layer: &Layer, form: Form, tile: Option<usize>, inner: usize) -> Self {
+        let dtype = layer.dtype;
+        if form != Form::Dense && layer.most > FEW_TOKENS {
+            let names = [
+                by_form!("experts_packed_down_1", form, dtype),
+                by_form!("experts_packed_down_32", form, dtype),
+                by_form!("experts_packed_down_64", form, dtype),
+            ];
+            return Self::of_packed(names, tile, inner);
+        }
+        match tile {
+            Some(_) => {
+                let name = by_form!("experts_sorted_down", "", dtype);
+                Self { name, columns: OUTPUT_COLUMNS, shared: SORTED_SHARED }
+            }
+            None => Self::of_rows(by_form!("experts_down", form, dtype), dtype, inner),
+        }
+    }
+
+    /// Of packed matrices, as in `fragments.cuh`: for single rows, and tiles of 32 and of 64.
+    fn of_packed(
+        [one, small, large]: [&'static str; 3],
+        tile: Option<usize>,
+        inner: usize,
+    ) -> Self {
+        let (name, columns, shared) = match tile {
+            None => (one, 32, SUMS_SHARED.max(inner.next_multiple_of(SINGLE_DEPTH) as u32 * 2)),
+            Some(SMALL_TILE_ROWS) => (small, 64, FRAGMENTS_SHARED),
+            Some(_) => (large, 128, FRAGMENTS_SHARED),
+        };
+        Self { name, columns, shared }
+    }
+
+    /// Of rows one by one, as in `kernel.cu`.
+    fn of_rows(name: &'static str, dtype: DType, inner: usize) -> Self {
+        Self { name, columns: 16, shared: (inner * dtype.size_in_bytes()) as u32 }
+    }
 }
 
 pub(crate) fn layer(
@@ -118,14 +230,14 @@ pub(crate) fn forward(
     }
     let given = Given::new(&cuda, layer, x)?;
     let chosen = Chosen::new(&cuda, logits, options)?;
-    let is_packed = layer.forms.iter().any(|form| *form != Form::Dense);
-    let most_of_each = if is_packed { PACKED_ONE_BY_ONE } else { ONE_BY_ONE };
-    let is_one_by_one = choices as f64 <= most_of_each * layer.experts.len() as f64;
-    #[cfg(test)]
-    let is_one_by_one = OTHER_ONE_BY_ONE.get().map_or(is_one_by_one, |most| tokens <= most);
-    let (y, places) = match !is_one_by_one && layer.most > FEW_TOKENS {
-        true => given.sorted(&chosen, options)?,
-        false => (given.one_by_one(&chosen, options)?, chosen.experts.tensor.get(1)?),
+    let sorted = match Way::of(layer, choices) {
+        Way::OneByOne => None,
+        Way::Tiles(rows) => Some(given.sorted(&chosen, options, rows)?),
+    };
+    let y = given.outputs(&chosen, sorted.as_ref(), options)?;
+    let places = match sorted {
+        Some(sorted) => sorted.places.tensor,
+        None => chosen.experts.tensor.get(1)?,
     };
     let places = places.reshape((tokens, options.active))?;
     super::combine(&y.tensor, &chosen.shares.tensor, &places)
@@ -158,6 +270,18 @@ impl Chosen {
         }
         Ok(Self { experts, shares })
     }
+}
+
+/// Choices in the order of experts.
+struct Sorted {
+    /// `(choices)`: of each place the token, and of each choice the place.
+    tokens: Array,
+    places: Array,
+    /// `(tiles, 4)`
+    items: Array,
+    tiles: usize,
+    /// Of a tile.
+    rows: usize,
 }
 
 /// A layer and its input, as kernels take them.
@@ -199,54 +323,22 @@ impl<'a> Given<'a> {
         self.biases.as_ref().map_or(0, |biases| biases.pointer)
     }
 
-    /// What each choice gives, `(choices, hidden)`.
-    fn one_by_one(&self, chosen: &Chosen, options: Options) -> Result<Array> {
-        let Self { cuda, layer, x, to_units, to_outputs, .. } = self;
-        let Layer { dtype, forms: [into, back], sizes: [hidden, width], .. } = layer;
-        let choices = chosen.experts.tensor.dim(1)?;
-        let size = dtype.size_in_bytes();
-        let grid = |columns: usize| (columns.div_ceil(COLUMNS) as u32, choices as u32, 1);
-        let unit = cuda.empty((choices, *width), *dtype)?;
-        let name = by_form!("experts_unit", into, *dtype);
-        let launch = MODULE.launch(cuda, name, grid(*width), THREADS, (hidden * size) as u32)?;
-        let launch = launch.overlapping();
-        let (inner, outer, active) = (*hidden as i32, *width as i32, options.active as i32);
-        let (code, biases) = (options.activation.code() as i32, self.biases());
-        // SAFETY: x has (tokens, hidden) elements, the unit (choices, width), and the tables what says where the weights and
-        // biases of all experts lie that are chosen.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(&x.pointer).arg(&to_units.pointer).arg(&biases);
-                arguments.arg(&chosen.experts.pointer).arg(&unit.pointer).arg(&inner).arg(&outer);
-                arguments.arg(&active).arg(&code);
-            })?;
-        }
-        let y = cuda.empty((choices, *hidden), *dtype)?;
-        let name = by_form!("experts_down", back, *dtype);
-        let launch = MODULE.launch(cuda, name, grid(*hidden), THREADS, (width * size) as u32)?;
-        let launch = launch.overlapping();
-        // SAFETY: as above; y has (choices, hidden) elements.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(&unit.pointer).arg(&to_outputs.pointer).arg(&biases);
-                arguments.arg(&chosen.experts.pointer).arg(&y.pointer).arg(&outer).arg(&inner);
-            })?;
-        }
-        Ok(y)
-    }
-
-    /// What each choice gives, `(choices, hidden)` in the order of experts, and where each choice's row is.
-    fn sorted(&self, chosen: &Chosen, options: Options) -> Result<(Array, Tensor)> {
-        let Self { cuda, layer, x, to_units, to_outputs, .. } = self;
-        let Layer { dtype, forms: [into, back], sizes: [hidden, width], .. } = layer;
+    /// The choices in the order of experts, in tiles of so many rows.
+    fn sorted(&self, chosen: &Chosen, options: Options, rows: usize) -> Result<Sorted> {
+        let Self { cuda, layer, .. } = self;
         let (choices, count) = (chosen.experts.tensor.dim(1)?, layer.experts.len());
         // Of each expert one tile may not be full.
-        let most = choices / TILE_ROWS + count.min(choices);
+        let most = choices / rows + count.min(choices);
+        let Ok(tiles) = u16::try_from(most) else {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: {choices} choices are too many for one launch"
+            )
+        };
         let (tokens, places) = (cuda.empty(choices, DType::U32)?, cuda.empty(choices, DType::U32)?);
         let items = cuda.empty((most, 4), DType::U32)?;
         let launch = MODULE.launch(cuda, "experts_sort", (count as u32, 1, 1), THREADS, 0)?;
         let launch = launch.overlapping();
-        let numbers = [choices as i32, options.active as i32, count as i32, most as i32];
+        let numbers = [choices, options.active, count, most, rows].map(|number| number as i32);
         // SAFETY: there is a number for each choice in all three, and so many items.
         unsafe {
             launch.with(|arguments| {
@@ -257,39 +349,46 @@ impl<'a> Given<'a> {
                 }
             })?;
         }
-        let Ok(tiles) = u16::try_from(most) else {
-            bail!(
-                "metal-candle-kernels: {OPERATION}: {choices} choices are too many for one launch"
+        Ok(Sorted { tokens, places, items, tiles: tiles.into(), rows })
+    }
+
+    /// What each choice gives, `(choices, hidden)`, in their order or in that of experts.
+    fn outputs(&self, chosen: &Chosen, sorted: Option<&Sorted>, options: Options) -> Result<Array> {
+        let Self { cuda, layer, x, to_units, to_outputs, .. } = self;
+        let Layer { dtype, forms: [into, back], sizes: [hidden, width], .. } = layer;
+        let choices = chosen.experts.tensor.dim(1)?;
+        let rows = sorted.map(|sorted| sorted.rows);
+        let launch = |kernel: Kernel, columns: usize| {
+            let tiles = sorted.map_or(choices, |sorted| sorted.tiles) as u32;
+            let grid = (columns.div_ceil(kernel.columns) as u32, tiles, 1);
+            Ok::<_, Error>(
+                MODULE.launch(cuda, kernel.name, grid, THREADS, kernel.shared)?.overlapping(),
             )
         };
-        let grid = |columns: usize, of_tile: usize| {
-            (columns.div_ceil(of_tile) as u32, u32::from(tiles), 1)
-        };
+        let (inner, outer, active) = (*hidden as i32, *width as i32, options.active as i32);
         let (code, biases) = (options.activation.code() as i32, self.biases());
-        let (inner, outer) = (*hidden as i32, *width as i32);
+        let [items, tokens] = match sorted {
+            Some(sorted) => [sorted.items.pointer, sorted.tokens.pointer],
+            None => [0, 0],
+        };
         let unit = cuda.empty((choices, *width), *dtype)?;
-        let name = by_form!("experts_sorted_unit", into, *dtype);
-        let launch =
-            MODULE.launch(cuda, name, grid(*width, UNIT_COLUMNS), THREADS, TILES_SHARED)?;
-        // SAFETY: as in `one_by_one`; the tokens are those of x.
+        // SAFETY: x has (tokens, hidden) elements, the unit (choices, width), and the tables what says where the weights and
+        // biases of all experts lie that are chosen. The tokens of sorted choices are those of x.
         unsafe {
-            launch.overlapping().with(|arguments| {
-                arguments.arg(&x.pointer).arg(&to_units.pointer).arg(&biases).arg(&items.pointer);
-                arguments.arg(&tokens.pointer).arg(&unit.pointer).arg(&inner).arg(&outer);
-                arguments.arg(&code);
+            launch(Kernel::of_units(layer, *into, rows, *hidden), *width)?.with(|arguments| {
+                arguments.arg(&x.pointer).arg(&to_units.pointer).arg(&biases).arg(&items);
+                arguments.arg(&tokens).arg(&chosen.experts.pointer).arg(&unit.pointer);
+                arguments.arg(&inner).arg(&outer).arg(&active).arg(&code);
             })?;
         }
         let y = cuda.empty((choices, *hidden), *dtype)?;
-        let name = by_form!("experts_sorted_down", back, *dtype);
-        let launch =
-            MODULE.launch(cuda, name, grid(*hidden, OUTPUT_COLUMNS), THREADS, TILES_SHARED)?;
-        // SAFETY: as above.
+        // SAFETY: as above; y has (choices, hidden) elements.
         unsafe {
-            launch.overlapping().with(|arguments| {
-                arguments.arg(&unit.pointer).arg(&to_outputs.pointer).arg(&biases);
-                arguments.arg(&items.pointer).arg(&y.pointer).arg(&outer).arg(&inner);
+            launch(Kernel::of_outputs(layer, *back, rows, *width), *hidden)?.with(|arguments| {
+                arguments.arg(&unit.pointer).arg(&to_outputs.pointer).arg(&biases).arg(&items);
+                arguments.arg(&chosen.experts.pointer).arg(&y.pointer).arg(&outer).arg(&inner);
             })?;
         }
-        Ok((y, places.tensor))
+        Ok(y)
     }
 }
