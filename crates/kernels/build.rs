@@ -3,9 +3,12 @@
 //! `NVCC` names the compiler; else it is that of `CUDA_HOME` or `CUDA_PATH`, on the `PATH`, or in
 //! `/usr/local/cuda`. `METAL_CANDLE_CUDA_ARCHITECTURES` names what to compile for, by default
 //! `80,90a`: machine code for Ampere and its kin and for Hopper. Newer GPUs get PTX beside it. With `none` nothing is
-//! compiled, for checks of the Rust code for all of them: a program so built has no kernels.
+//! compiled, for checks of the Rust code for all of them: a program so built has no kernels. What was compiled before from the
+//! same sources, in the same way, isn't compiled again.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -29,8 +32,8 @@ fn main() {
 
 fn compile_all() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
-    let compiler = compiler();
     let targets = targets();
+    let compiler = Compiler::new(&targets);
     // Some kernels are only for Hopper's own instruction set.
     if targets.is_empty() || targets.iter().any(|target| target.ends_with("code=sm_90a")) {
         println!("cargo::rustc-cfg=hopper");
@@ -58,7 +61,7 @@ fn compile_all() -> Result<(), String> {
     thread::scope(|scope| {
         let work = || {
             while let Some(kernel) = next() {
-                compile(&compiler, &targets, shared, &kernel, &out)?;
+                compiler.compile(&kernel, shared, &out)?;
             }
             Ok(())
         };
@@ -69,38 +72,99 @@ fn compile_all() -> Result<(), String> {
     })
 }
 
-fn compile(
-    compiler: &OsString,
-    targets: &[String],
-    include: &Path,
-    kernel: &Path,
-    out: &Path,
-) -> Result<(), String> {
-    let name = kernel.parent().and_then(Path::file_name).ok_or("a kernel has no folder")?;
-    let output = out.join(name).with_extension("fatbin");
-    if targets.is_empty() {
-        return fs::write(&output, []).map_err(|error| format!("{}: {error}", output.display()));
+/// nvcc with the options for all kernels.
+struct Compiler {
+    program: OsString,
+    options: Vec<String>,
+    /// Whether there is nothing to compile for.
+    is_idle: bool,
+    /// What results depend on beside sources.
+    identity: String,
+}
+
+impl Compiler {
+    fn new(targets: &[String]) -> Self {
+        let program = compiler();
+        let mut options: Vec<String> =
+            ["--fatbin", "-std=c++17", "-O3", "--expt-relaxed-constexpr"]
+                .into_iter()
+                .map(String::from)
+                .collect();
+        options.extend_from_slice(targets);
+        // Without an answer, nvcc says later what is wrong.
+        let version = Command::new(&program).arg("--version").output().ok();
+        let version = version.map(|said| String::from_utf8_lossy(&said.stdout).into_owned());
+        let flags = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"].map(env::var_os);
+        let identity = format!("{program:?} {options:?} {flags:?} {version:?}");
+        Self { program, options, is_idle: targets.is_empty(), identity }
     }
-    let result = Command::new(compiler)
-        .args(["--fatbin", "-std=c++17", "-O3", "--expt-relaxed-constexpr"])
-        .args(targets)
-        .arg("-I")
-        .arg(include)
-        .arg("-o")
-        .arg(&output)
-        .arg(kernel)
-        .output()
-        .map_err(|error| {
-            format!(
-                "cannot start {}: {error}; the feature `cuda` needs NVIDIA's compiler: set NVCC or CUDA_HOME",
-                compiler.display()
-            )
-        })?;
-    if result.status.success() {
+
+    fn compile(&self, kernel: &Path, shared: &Path, out: &Path) -> Result<(), String> {
+        let name = kernel.parent().and_then(Path::file_name).ok_or("a kernel has no folder")?;
+        let output = out.join(name).with_extension("fatbin");
+        let stamp = output.with_extension("stamp");
+        let written = |path: &Path, text: &str| {
+            fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+        };
+        let mut sources = BTreeMap::new();
+        read_sources(kernel, shared, &mut sources)
+            .map_err(|error| format!("{}: {error}", kernel.display()))?;
+        let mut hasher = DefaultHasher::new();
+        sources.hash(&mut hasher);
+        let known = format!("{:016x} {}", hasher.finish(), self.identity);
+        if output.is_file() && fs::read_to_string(&stamp).is_ok_and(|stamp| stamp == known) {
+            return Ok(());
+        }
+        // A result that is half written has no stamp.
+        let _ = fs::remove_file(&stamp);
+        if self.is_idle {
+            written(&output, "")?;
+            return written(&stamp, &known);
+        }
+        let result = Command::new(&self.program)
+            .args(&self.options)
+            .arg("-I")
+            .arg(shared)
+            .arg("-o")
+            .arg(&output)
+            .arg(kernel)
+            .output()
+            .map_err(|error| {
+                format!(
+                    "cannot start {}: {error}; the feature `cuda` needs NVIDIA's compiler: set NVCC or CUDA_HOME",
+                    self.program.display()
+                )
+            })?;
+        if result.status.success() {
+            return written(&stamp, &known);
+        }
+        let text = String::from_utf8_lossy(&result.stderr).replace('\n', " | ");
+        Err(format!("{} {}: {text}", self.program.display(), kernel.display()))
+    }
+}
+
+/// A file, and what of this crate it includes, however that is conditioned.
+fn read_sources(
+    file: &Path,
+    shared: &Path,
+    sources: &mut BTreeMap<PathBuf, String>,
+) -> io::Result<()> {
+    let file = file.canonicalize()?;
+    if sources.contains_key(&file) {
         return Ok(());
     }
-    let text = String::from_utf8_lossy(&result.stderr);
-    Err(format!("{} {}: {}", compiler.display(), kernel.display(), text.replace('\n', " | ")))
+    let text = fs::read_to_string(&file)?;
+    sources.insert(file.clone(), text.clone());
+    let beside = file.parent().unwrap_or(Path::new("."));
+    for line in text.lines() {
+        let name = line.trim().strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+        let places = name.into_iter().flat_map(|name| [beside.join(name), shared.join(name)]);
+        // What is nowhere, nvcc tells.
+        if let Some(place) = places.into_iter().find(|place| place.is_file()) {
+            read_sources(&place, shared, sources)?;
+        }
+    }
+    Ok(())
 }
 
 /// Every `kernel.cu` in a folder of the sources.
