@@ -1,7 +1,7 @@
-// Products of rows of 2-byte elements with an expert's matrices in fewer bits. A warp has sixteen lines of a matrix and makes its codes
-// into numbers in registers, where tensor cores have them as the left side: no number goes through shared memory, and a line is
-// unpacked once for all rows of a tile. Its numbers are those of
-// numbers.cuh but that an offset is added before what it is added to is rounded.
+// Products of rows of 2-byte elements with an expert's matrices in fewer bits. A warp has sixteen lines of a matrix and makes their
+// codes into numbers in registers, where tensor cores have them as the left side: no number goes through shared memory, and a line
+// is unpacked once for all rows of a tile. Numbers are those of numbers.cuh, but that an offset is added before what it is added to
+// is rounded.
 //
 // Which column of a matrix is which of the sixteen that are multiplied at once is free, as long as both sides agree. So a thread has
 // `THREAD_CODES` that follow each other: those of four neighbouring threads are `STEP_CODES` of a line.
