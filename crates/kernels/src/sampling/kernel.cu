@@ -22,32 +22,38 @@ __device__ __forceinline__ void keep_first_largest(float &value, int &index, flo
     }
 }
 
+/// Calls `work` with the place and the number of each of the logits that a thread has, which are read by packs where they are
+/// `aligned`.
+template <typename T, int BLOCK, typename Work>
+__device__ __forceinline__ void for_each_logit(const T *__restrict__ logits, int count, bool aligned, const Work &work) {
+    constexpr int N = Pack<T>::N;
+    int done = 0;
+    if (aligned) {
+        const int packs = count / N;
+        done = packs * N;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < packs; i += BLOCK) {
+            const Pack<T> pack = load_pack(logits + i * N);
+#pragma unroll
+            for (int e = 0; e < N; e++) work(i * N + e, to_float(pack.at[e]));
+        }
+    }
+    for (int i = done + threadIdx.x; i < count; i += BLOCK) work(i, to_float(logits[i]));
+}
+
 /// Block i finds the first of the largest in row i. NaN and negative infinity are never chosen; 0 when
 /// nothing else is there.
 template <typename T>
 __device__ __forceinline__ void greedy(const T *__restrict__ logits, int64_t stride,
                                        uint32_t *__restrict__ ids, int columns, int aligned) {
-    constexpr int N = Pack<T>::N;
     constexpr int WARPS = THREADS / WARP;
     __shared__ float values[WARPS];
     __shared__ int places[WARPS];
     const T *row = logits + blockIdx.x * stride;
     float value = -INFINITY;
     int index = columns;
-    int done = 0;
-    if (aligned) {
-        const int packs = columns / N;
-        done = packs * N;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < packs; i += THREADS) {
-            const Pack<T> pack = load_pack(row + i * N);
-#pragma unroll
-            for (int e = 0; e < N; e++)
-                keep_first_largest(value, index, to_float(pack.at[e]), i * N + e);
-        }
-    }
-    for (int i = done + threadIdx.x; i < columns; i += THREADS)
-        keep_first_largest(value, index, to_float(row[i]), i);
+    for_each_logit<T, THREADS>(row, columns, aligned,
+                               [&](int i, float logit) { keep_first_largest(value, index, logit, i); });
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
         const float other = __shfl_xor_sync(FULL, value, offset);
@@ -435,20 +441,6 @@ __device__ __forceinline__ uint64_t kept_ties(const Threshold &threshold, uint64
     return threshold.ties > before ? min(threshold.ties - before, ties) : 0;
 }
 
-/// Calls `work` with the place and the number of each of the logits that a thread has.
-template <typename T, typename Work>
-__device__ __forceinline__ void for_each_logit(const T *__restrict__ logits, int count, const Work &work) {
-    constexpr int N = Pack<T>::N;
-    const int packs = reinterpret_cast<uint64_t>(logits) % sizeof(Pack<T>) == 0 ? count / N : 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < packs; i += CHOICE_THREADS) {
-        const Pack<T> pack = load_pack(logits + i * N);
-#pragma unroll
-        for (int e = 0; e < N; e++) work(i * N + e, to_float(pack.at[e]));
-    }
-    for (int i = packs * N + threadIdx.x; i < count; i += CHOICE_THREADS) work(i, to_float(logits[i]));
-}
-
 template <typename T>
 __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabulary, int chunk, Draw *draws,
                                        const Adjustment *__restrict__ adjustments, uint32_t *keys_outside,
@@ -479,7 +471,8 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     }
 
     Extremes extremes = {0, 0, NOWHERE, 0, 0};
-    for_each_logit(logits, count, [&](int i, float logit) {
+    const bool aligned = reinterpret_cast<uint64_t>(logits) % sizeof(Pack<T>) == 0;
+    for_each_logit<T, CHOICE_THREADS>(logits, count, aligned, [&](int i, float logit) {
         if (!(logit < INFINITY)) extremes.offender = min(extremes.offender, begin + i);
         const uint32_t key = key_of(logit);
         extremes.largest = max(extremes.largest, key);
@@ -525,7 +518,9 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     uint64_t raw = 0;
     // A power of two. In f32, as double precision takes several times as long.
     const float scale = static_cast<float>(unit);
-    for_each_logit(logits, count, [&](int, float logit) { raw += __float2ull_rn(expf(logit - largest) * scale); });
+    for_each_logit<T, CHOICE_THREADS>(logits, count, aligned, [&](int, float logit) {
+        raw += __float2ull_rn(expf(logit - largest) * scale);
+    });
     uint64_t raw_sum;
     block_scan(raw, shared.parts, raw_sum);
     if (threadIdx.x == 0) exchange->raw[blockIdx.x] = raw_sum;
