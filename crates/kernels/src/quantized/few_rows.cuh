@@ -69,21 +69,6 @@ template <> struct HalfFormat<f16> {
     static constexpr uint32_t ONES = 0x3c003c00u;
 };
 
-template <typename T>
-__device__ __forceinline__ uint32_t pairwise_difference(uint32_t a, uint32_t b);
-template <>
-__device__ __forceinline__ uint32_t pairwise_difference<bf16>(uint32_t a, uint32_t b) {
-    const __nv_bfloat162 result = __hsub2(*reinterpret_cast<__nv_bfloat162 *>(&a),
-                                          *reinterpret_cast<__nv_bfloat162 *>(&b));
-    return *reinterpret_cast<const uint32_t *>(&result);
-}
-template <>
-__device__ __forceinline__ uint32_t pairwise_difference<f16>(uint32_t a, uint32_t b) {
-    const __half2 result =
-        __hsub2(*reinterpret_cast<__half2 *>(&a), *reinterpret_cast<__half2 *>(&b));
-    return *reinterpret_cast<const uint32_t *>(&result);
-}
-
 /// What is added to integers, as pairs of them leave `code_pairs`.
 template <int BITS> __device__ __forceinline__ constexpr int added_to_codes() {
     return BITS == 8 ? -128 : 1 << BITS;

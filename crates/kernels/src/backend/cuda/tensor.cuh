@@ -75,6 +75,22 @@ template <> __device__ __forceinline__ uint32_t pairwise_product<f16>(uint32_t a
     return *reinterpret_cast<const uint32_t *>(&result);
 }
 
+/// And their differences.
+template <typename T>
+__device__ __forceinline__ uint32_t pairwise_difference(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t pairwise_difference<bf16>(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 result = __hsub2(*reinterpret_cast<__nv_bfloat162 *>(&a),
+                                          *reinterpret_cast<__nv_bfloat162 *>(&b));
+    return *reinterpret_cast<const uint32_t *>(&result);
+}
+template <>
+__device__ __forceinline__ uint32_t pairwise_difference<f16>(uint32_t a, uint32_t b) {
+    const __half2 result =
+        __hsub2(*reinterpret_cast<__half2 *>(&a), *reinterpret_cast<__half2 *>(&b));
+    return *reinterpret_cast<const uint32_t *>(&result);
+}
+
 /// The floats of such a pair.
 template <typename T> __device__ __forceinline__ float2 unpack_pair(uint32_t pair);
 template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t pair) {
