@@ -666,8 +666,8 @@ impl<'t> Engine<'t> {
     ) -> Result<(Vec<Result<Sampled>>, Option<Ahead>)> {
         let mut problems = self.find_allowed(group);
         let downloads = self.reader.downloads();
-        let ahead = downloads.as_ref().and_then(|_| self.texts_ahead(group, total));
-        let downloads = downloads.filter(|_| ahead.is_some());
+        let ahead = downloads.and_then(|it| Some((self.texts_ahead(group, total)?, it)));
+        let next = ahead.as_ref().map_or(&[][..], |(texts, _)| texts);
         let Self { reader, running, .. } = self;
         let texts = || group.iter().filter_map(|&index| running.get(index));
         let mut rows = Vec::new();
@@ -685,8 +685,7 @@ impl<'t> Engine<'t> {
         }
         let mut launched = None;
         let mut launch = |tokens: &Tensor| {
-            let Some(texts) = &ahead else { return };
-            let next: Vec<Stretch> = texts
+            let stretches: Vec<Stretch> = next
                 .iter()
                 .filter_map(|&index| running.get(index))
                 .map(|it| Stretch::ahead(it.tokens.len(), &it.tables, it.adapter.as_ref()))
@@ -694,12 +693,13 @@ impl<'t> Engine<'t> {
             // Those that end now have tokens that nobody reads.
             let tokens = match next.len() == rows.len() {
                 true => Ok(tokens.clone()),
-                false => scores::rows(tokens, texts),
+                false => scores::rows(tokens, next),
             };
-            launched = tokens.ok().and_then(|tokens| reader.read_ahead(&next, total + 1, &tokens));
+            let read = |tokens| reader.read_ahead(&stretches, total + 1, &tokens);
+            launched = tokens.ok().and_then(read);
         };
         let meanwhile =
-            downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });
+            ahead.as_ref().map(|(_, downloads)| Meanwhile { downloads, launch: &mut launch });
         let mut sampled = sample_rows(logits, &rows, meanwhile)?;
         // A text with a problem has one row, as no guesses are made for texts that follow a grammar.
         let writing = group.iter().filter(|&&index| running[index].goes_on());
@@ -710,8 +710,7 @@ impl<'t> Engine<'t> {
             }
             row += 1 + running[*index].drafts;
         }
-        let ahead = ahead.zip(launched);
-        Ok((sampled, ahead.map(|(texts, logits)| Ahead::new(running, &texts, logits))))
+        Ok((sampled, launched.map(|logits| Ahead::new(running, next, logits))))
     }
 
     /// Finds what may come next in those of `group` that follow a grammar, while the device is busy; gives the problems
