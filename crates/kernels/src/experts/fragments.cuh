@@ -10,12 +10,8 @@
 #include "../glu/activation.cuh"
 #include "async.cuh"
 #include "packed.cuh"
+#include "routed.cuh"
 #include "tensor.cuh"
-
-/// Rows of an expert in the order of experts; none where there is no such tile.
-struct SortedItem {
-    int expert, first, rows, unused;
-};
 
 /// Kinds that matrices have only here: a table that is e2m1's, with scales in e8m0, what MXFP4 is made of; and integers or a table
 /// whose scales are those of blocks, as no others' are.
@@ -239,14 +235,6 @@ template <int KIND> __device__ __forceinline__ void pair_up(uint4 &eight) {
     }
 }
 
-/// What is added to a column of an expert's layer. `biases` has three addresses of each expert, or is null.
-template <typename T>
-__device__ __forceinline__ float bias_of(const T *const *biases, int64_t expert, int layer, int column) {
-    if (biases == nullptr) return 0.0f;
-    const T *const bias = biases[3 * expert + layer];
-    return bias == nullptr ? 0.0f : to_float(bias[column]);
-}
-
 /// Adds the products of a warp's lines with the rows whose chunks of this step begin at `rows`.
 template <typename T, int MATRICES, int BITS, int KIND, typename Divided>
 __device__ __forceinline__ void add_products(float (&sums)[MATRICES][Divided::EIGHTS][4], const Packed (&matrices)[MATRICES],
@@ -461,15 +449,6 @@ __device__ __forceinline__ void multiply_fragments(const T *left, const Packed *
         }
     }
 }
-
-/// What kernels of units, and those of outputs, are given, of which some need only a part.
-#define UNIT_PARAMETERS(T, ...)                                                                    \
-    (const T *x, const __VA_ARGS__ *table, const T *const *biases, const SortedItem *items,        \
-     const unsigned *tokens, const unsigned *chosen, T *y, int depth, int columns, int active,     \
-     int activation)
-#define DOWN_PARAMETERS(T, ...)                                                                    \
-    (const T *unit, const __VA_ARGS__ *table, const T *const *biases, const SortedItem *items,     \
-     const unsigned *chosen, T *y, int depth, int columns)
 
 /// `experts_packed_unit` and `experts_packed_down` of matrices of a kind, by tiles of a number of rows.
 #define FRAGMENTS_OF(form, suffix, T, bits, kind, rows, sharing, blocks)                           \

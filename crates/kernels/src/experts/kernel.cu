@@ -2,9 +2,10 @@
 //
 // A place that is none of y's rows can't be reported from here: it gives NaN.
 #include "../glu/activation.cuh"
-#include "grouped.cuh"
 #include "fragments.cuh"
+#include "grouped.cuh"
 #include "packed.cuh"
+#include "routed.cuh"
 #include "sorted.cuh"
 #include "rows.cuh"
 #include "vector.cuh"

@@ -1,5 +1,5 @@
-// Products of single rows with matrices in fewer bits that a table describes, where fragments.cuh isn't for them. The numbers are those of numbers.cuh, but that the
-// scale of eight neighbours is multiplied by their sum.
+// Products of single rows with matrices in fewer bits that a table describes, where fragments.cuh isn't for them. The numbers are
+// those of numbers.cuh, but that the scale of eight neighbours is multiplied by their sum.
 #pragma once
 
 #include "../quantized/numbers.cuh"

@@ -2,8 +2,9 @@
 // block has a tile of one expert's rows, as in grouped.cuh.
 #pragma once
 
-#include "fragments.cuh"
+#include "../glu/activation.cuh"
 #include "grouped.cuh"
+#include "routed.cuh"
 
 constexpr int SORT_THREADS = 256, MOST_COUNT = 1024;
 
@@ -27,7 +28,8 @@ __device__ __forceinline__ int2 sums_before(int own, int *scratch) {
     return make_int2(before + sum - own, all);
 }
 
-/// Block `blockIdx.x` has an expert: its tiles of up to `tile_rows`, and of each of its choices, in their order, the place and the token.
+/// Block `blockIdx.x` has an expert: its tiles of up to `tile_rows`, and of each of its choices, in their order, the place and the
+/// token.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     experts_sort(const unsigned *chosen, unsigned *tokens, unsigned *places, SortedItem *items, int choices,
                  int active, int count, int most_items, int tile_rows) {

@@ -66,33 +66,33 @@ impl Way {
     }
 }
 
-/// The kernel `$name` for matrices of a form and rows of a dtype.
+/// The kernel `$name`, in pieces, for matrices of a form and rows of a dtype.
 macro_rules! by_form {
-    ($name:literal, $form:literal, $dtype:expr) => {
+    ($($name:literal)+, $form:literal, $dtype:expr) => {
         match $dtype {
-            DType::BF16 => concat!($name, $form, "_bf16"),
-            DType::F16 => concat!($name, $form, "_f16"),
-            _ => concat!($name, $form, "_f32"),
+            DType::BF16 => concat!($($name,)+ $form, "_bf16"),
+            DType::F16 => concat!($($name,)+ $form, "_f16"),
+            _ => concat!($($name,)+ $form, "_f32"),
         }
     };
-    ($name:literal, $form:expr, $dtype:expr) => {
+    ($($name:literal)+, $form:expr, $dtype:expr) => {
         match $form {
-            Form::Dense => by_form!($name, "", $dtype),
-            Form::Mxfp4 => by_form!($name, "_e2m1", $dtype),
-            Form::Table => by_form!($name, "_table", $dtype),
-            Form::E4m3 => by_form!($name, "_e4m3", $dtype),
-            Form::Integers { bits: 2 } => by_form!($name, "_2_bits", $dtype),
-            Form::Integers { bits: 3 } => by_form!($name, "_3_bits", $dtype),
-            Form::Integers { bits: 4 } => by_form!($name, "_4_bits", $dtype),
-            Form::Integers { bits: 5 } => by_form!($name, "_5_bits", $dtype),
-            Form::Integers { bits: 6 } => by_form!($name, "_6_bits", $dtype),
-            Form::Integers { .. } => by_form!($name, "_8_bits", $dtype),
-            Form::TableBlocks => by_form!($name, "_table_blocks", $dtype),
-            Form::Blocks { bits: 2 } => by_form!($name, "_2_bits_blocks", $dtype),
-            Form::Blocks { bits: 3 } => by_form!($name, "_3_bits_blocks", $dtype),
-            Form::Blocks { bits: 4 } => by_form!($name, "_4_bits_blocks", $dtype),
-            Form::Blocks { bits: 5 } => by_form!($name, "_5_bits_blocks", $dtype),
-            Form::Blocks { .. } => by_form!($name, "_6_bits_blocks", $dtype),
+            Form::Dense => by_form!($($name)+, "", $dtype),
+            Form::Mxfp4 => by_form!($($name)+, "_e2m1", $dtype),
+            Form::Table => by_form!($($name)+, "_table", $dtype),
+            Form::E4m3 => by_form!($($name)+, "_e4m3", $dtype),
+            Form::Integers { bits: 2 } => by_form!($($name)+, "_2_bits", $dtype),
+            Form::Integers { bits: 3 } => by_form!($($name)+, "_3_bits", $dtype),
+            Form::Integers { bits: 4 } => by_form!($($name)+, "_4_bits", $dtype),
+            Form::Integers { bits: 5 } => by_form!($($name)+, "_5_bits", $dtype),
+            Form::Integers { bits: 6 } => by_form!($($name)+, "_6_bits", $dtype),
+            Form::Integers { .. } => by_form!($($name)+, "_8_bits", $dtype),
+            Form::TableBlocks => by_form!($($name)+, "_table_blocks", $dtype),
+            Form::Blocks { bits: 2 } => by_form!($($name)+, "_2_bits_blocks", $dtype),
+            Form::Blocks { bits: 3 } => by_form!($($name)+, "_3_bits_blocks", $dtype),
+            Form::Blocks { bits: 4 } => by_form!($($name)+, "_4_bits_blocks", $dtype),
+            Form::Blocks { bits: 5 } => by_form!($($name)+, "_5_bits_blocks", $dtype),
+            Form::Blocks { .. } => by_form!($($name)+, "_6_bits_blocks", $dtype),
         }
     };
 }
@@ -104,45 +104,36 @@ struct Kernel {
     shared: u32,
 }
 
-impl Kernel {
-    /// That of units for a layer's matrices of a form, in tiles of so many rows or one by one.
-    fn of_units(layer: &Layer, form: Form, tile: Option<usize>, inner: usize) -> Self {
-        let dtype = layer.dtype;
-        if form != Form::Dense && layer.most > FEW_TOKENS {
-            let names = [
-                by_form!("experts_packed_unit_1", form, dtype),
-                by_form!("experts_packed_unit_32", form, dtype),
-                by_form!("experts_packed_unit_64", form, dtype),
-            ];
-            return Self::of_packed(names, tile, inner);
-        }
-        match tile {
-            Some(_) => {
-                let name = by_form!("experts_sorted_unit", "", dtype);
-                Self { name, columns: UNIT_COLUMNS, shared: SORTED_SHARED }
+/// The kernel of units or of outputs for a layer's matrices of a form, in tiles of so many rows or one by one; a block has
+/// `$columns` of matrices that lie as they are, in tiles.
+macro_rules! kernel_of {
+    ($what:literal, $columns:expr, $layer:expr, $form:expr, $tile:expr, $inner:expr) => {{
+        let dtype = $layer.dtype;
+        match $tile {
+            tile if $form != Form::Dense && $layer.most > FEW_TOKENS => {
+                let names = [
+                    by_form!("experts_packed_" $what "_1", $form, dtype),
+                    by_form!("experts_packed_" $what "_32", $form, dtype),
+                    by_form!("experts_packed_" $what "_64", $form, dtype),
+                ];
+                Self::of_packed(names, tile, $inner)
             }
-            None => Self::of_rows(by_form!("experts_unit", form, dtype), dtype, inner),
+            Some(_) => {
+                let name = by_form!("experts_sorted_" $what, "", dtype);
+                Self { name, columns: $columns, shared: SORTED_SHARED }
+            }
+            None => Self::of_rows(by_form!("experts_" $what, $form, dtype), dtype, $inner),
         }
+    }};
+}
+
+impl Kernel {
+    fn of_units(layer: &Layer, form: Form, tile: Option<usize>, inner: usize) -> Self {
+        kernel_of!("unit", UNIT_COLUMNS, layer, form, tile, inner)
     }
 
-    /// And that of outputs.
     fn of_outputs(layer: &Layer, form: Form, tile: Option<usize>, inner: usize) -> Self {
-        let dtype = layer.dtype;
-        if form != Form::Dense && layer.most > FEW_TOKENS {
-            let names = [
-                by_form!("experts_packed_down_1", form, dtype),
-                by_form!("experts_packed_down_32", form, dtype),
-                by_form!("experts_packed_down_64", form, dtype),
-            ];
-            return Self::of_packed(names, tile, inner);
-        }
-        match tile {
-            Some(_) => {
-                let name = by_form!("experts_sorted_down", "", dtype);
-                Self { name, columns: OUTPUT_COLUMNS, shared: SORTED_SHARED }
-            }
-            None => Self::of_rows(by_form!("experts_down", form, dtype), dtype, inner),
-        }
+        kernel_of!("down", OUTPUT_COLUMNS, layer, form, tile, inner)
     }
 
     /// Of packed matrices, as in `fragments.cuh`: for single rows, and tiles of 32 and of 64.
