@@ -468,7 +468,8 @@ fn u32_of(number: usize) -> Result<u32> {
 
 impl Model {
     /// Reads the tokens, whose keys and values go into the cache, and gives the logits `(wanted, vocabulary)` of what
-    /// follows those of which they are wanted, in f32 or as the head gives them. Of tensor-parallel ranks the first gives them, and others none.
+    /// follows those of which they are wanted, in f32 or as the head gives them. Of tensor-parallel ranks the first gives
+    /// them, and others none.
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
         let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;

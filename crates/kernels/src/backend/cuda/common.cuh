@@ -26,7 +26,8 @@ template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __f
 /// Waits until what came before is done, and lets the stream's next kernel start beside this one, not
 /// sooner: three kernels under way are slower than two. Until then nothing may be written, and nothing
 /// read that the kernel before it writes; what comes before that is done. Where that kernel reads and writes nothing
-/// of what this one does, it may come at the end, but it has to come. Kernels have it that are launched as `overlapping`; before Hopper it does nothing, as kernels follow each other there.
+/// of what this one does, it may come at the end, but it has to come. Kernels have it that are launched as
+/// `overlapping`; before Hopper it does nothing, as kernels follow each other there.
 __device__ __forceinline__ void follow_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
