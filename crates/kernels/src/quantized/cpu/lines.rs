@@ -22,9 +22,6 @@ use std::ops::Range;
 /// Codes of a lane.
 const FIELDS: usize = 4;
 
-/// Scales of a piece at most.
-const SPREAD: usize = 4;
-
 /// Lanes of a register at most.
 pub(super) const MOST_LANES: usize = 16;
 
@@ -33,6 +30,9 @@ const AHEAD: usize = 8192;
 
 /// Scales and as many offsets that are made ready at a time, or those of a line where it has more.
 const READY: usize = 2048;
+
+/// Pieces whose scales are read together: those of a register, where a lane has a quarter of a group.
+const TOGETHER: usize = 4;
 
 /// What the codes are, as a constant for the compiler.
 const INTEGERS: u8 = 0;
@@ -75,8 +75,6 @@ pub(super) trait Registers {
     unsafe fn first(floats: Self::Floats, count: usize) -> Self::Floats;
     /// Lane `indices[l]` in lane `l`.
     unsafe fn permute(floats: Self::Floats, indices: Self::Words) -> Self::Floats;
-    /// Of four numbers, the one at `places[l]` in lane `l`.
-    unsafe fn spread(from: *const f32, places: Self::Words) -> Self::Floats;
     /// Codes of `BITS` bits, four in the lowest bits of every lane; what is above them is of no account.
     unsafe fn codes<const BITS: usize>(from: *const u8) -> Self::Words;
     unsafe fn halves(from: *const f16) -> Self::Floats;
@@ -134,9 +132,28 @@ impl<'a> Lines<'a> {
         self.start / self.view.group + line * self.groups
     }
 
-    /// Whether a register's scales are [`SPREAD`] at most, if a lane has so many codes.
+    /// Whether the pieces of [`TOGETHER`] have no more groups than a register has lanes, if a lane has so many codes.
     pub(super) fn fits_fields(&self, fields: usize) -> bool {
-        (fields * MOST_LANES) >> self.shift <= SPREAD
+        (TOGETHER * fields) >> self.shift <= 1
+    }
+
+    /// Of how many of some lines, from the first on, scales and offsets can be read as they lie, a register at a time.
+    fn with_scales_in_place(&self, lines: &Range<usize>) -> usize {
+        // The last group at which a register can be read.
+        let last = match self.view.scales {
+            ScalesView::F16(scales, _) => scales.len().checked_sub(MOST_LANES),
+            ScalesView::Blocks { scales, large, .. } => {
+                let of_block = groups_of_block(self.view.group);
+                let whole =
+                    self.groups.is_multiple_of(of_block) && self.group(0).is_multiple_of(of_block);
+                let of_large = large.len().checked_sub(MOST_LANES).map(|last| last * of_block);
+                let last = scales.len().checked_sub(MOST_LANES);
+                last.zip(of_large).filter(|_| whole).map(|(last, of_large)| last.min(of_large))
+            }
+            _ => None,
+        };
+        let fitting = last.map_or(0, |last| (last + 1).saturating_sub(self.group(lines.start)));
+        (fitting / self.groups.max(1)).min(lines.len())
     }
 
     /// Elements of a group, if something is added to them.
@@ -238,9 +255,118 @@ struct Task<'a> {
     /// The first of all lines, and how many there are.
     first: usize,
     count: usize,
-    /// Of some lines' groups, with room for a register behind them.
+}
+
+/// Scales and offsets of some lines' groups, which are counted from the first line's first on.
+trait Scaling<R: Registers> {
+    /// The scales of as many groups as lanes from `group` on. What is beyond the last one has no meaning.
+    ///
+    /// # Safety
+    /// As of [`dots`], and there has to be such a group.
+    unsafe fn scales(&self, group: usize) -> R::Floats;
+
+    /// Their offsets, where the matrix has them.
+    ///
+    /// # Safety
+    /// As of [`Self::scales`].
+    unsafe fn offsets(&self, group: usize) -> R::Floats;
+}
+
+/// As [`fill`] made them, with room for a register behind them.
+struct Ready<'a> {
     scales: &'a [f32],
     offsets: &'a [f32],
+}
+
+impl<R: Registers> Scaling<R> for Ready<'_> {
+    #[inline(always)]
+    unsafe fn scales(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe { R::load(self.scales.as_ptr().add(group)) }
+    }
+
+    #[inline(always)]
+    unsafe fn offsets(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe { R::load(self.offsets.as_ptr().add(group)) }
+    }
+}
+
+/// As they are stored, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
+struct InPlace<'a, R: Registers> {
+    scales: ScalesView<'a>,
+    /// The first line's first group.
+    first: usize,
+    /// `log2` of the groups of a block, if there are blocks.
+    shift: u32,
+    /// In which block each lane's group is, counted from the first lane's.
+    blocks: R::Words,
+}
+
+impl<'a, R: Registers> InPlace<'a, R> {
+    /// # Safety
+    /// As of [`dots`].
+    #[inline(always)]
+    unsafe fn new(matrix: Lines<'a>, first_line: usize) -> Self {
+        let (view, first) = (matrix.view, matrix.group(first_line));
+        let shift = groups_of_block(view.group).checked_ilog2().unwrap_or(0);
+        // SAFETY: as promised by the caller; there is a number for every lane.
+        let blocks = unsafe { R::shift_right(R::load_words(COUNTED.as_ptr()), shift) };
+        InPlace { scales: view.scales, first, shift, blocks }
+    }
+
+    /// `large[block]·code`
+    ///
+    /// # Safety
+    /// As of [`Scaling::scales`].
+    #[inline(always)]
+    unsafe fn of_blocks(
+        &self,
+        codes: &[u8],
+        signed: bool,
+        large: &[f16],
+        group: usize,
+    ) -> R::Floats {
+        let group = self.first + group;
+        let block = group >> self.shift;
+        debug_assert!(group + R::LANES <= codes.len() && block + R::LANES <= large.len());
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let large = R::permute(R::halves(large.as_ptr().add(block)), self.blocks);
+            R::multiply(large, R::bytes(codes.as_ptr().add(group), signed))
+        }
+    }
+}
+
+impl<R: Registers> Scaling<R> for InPlace<'_, R> {
+    #[inline(always)]
+    unsafe fn scales(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match self.scales {
+                ScalesView::F16(scales, _) => R::halves(scales.as_ptr().add(self.first + group)),
+                ScalesView::Blocks { scales, signed, large, .. } => {
+                    self.of_blocks(scales, signed, large, group)
+                }
+                _ => unreachable!("is made ready"),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn offsets(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match self.scales {
+                ScalesView::F16(_, offsets) => R::halves(offsets.as_ptr().add(self.first + group)),
+                ScalesView::Blocks { offsets, large_offsets, .. } => {
+                    let number = self.of_blocks(offsets, false, large_offsets, group);
+                    R::multiply(number, R::floats(-1.0))
+                }
+                _ => unreachable!("is made ready"),
+            }
+        }
+    }
 }
 
 /// Makes the products of a piece of codes.
@@ -299,16 +425,7 @@ pub(super) unsafe fn dots<R: Registers>(
 ) {
     assert!(x.x.len() == x.rows * x.stride);
     // SAFETY: as promised by the caller.
-    unsafe {
-        in_batches::<R>(
-            x,
-            matrix,
-            lines,
-            out,
-            #[inline(always)]
-            |task, some, out| for_rows!(x.rows, ROWS => by_levels::<R, ROWS>(x, task, some, out)),
-        );
-    }
+    unsafe { in_batches::<R>(x, &ByLevels(x), matrix, lines, out) }
 }
 
 /// As [`dots`], with products of pieces made in another way than [`Numbers`] has.
@@ -324,49 +441,86 @@ pub(super) unsafe fn dots_by<R: Registers>(
     out: &mut [f32],
 ) {
     // SAFETY: as promised by the caller.
-    unsafe {
-        in_batches::<R>(
-            x,
-            matrix,
-            lines,
-            out,
-            #[inline(always)]
-            |task, some, out| for_rows!(x.rows, ROWS => by_lines::<R, _, ROWS>(task, pieces, some, out)),
-        );
+    unsafe { in_batches::<R>(x, &ByPieces(pieces), matrix, lines, out) }
+}
+
+/// Makes the products of `ROWS` rows with some lines of a task.
+trait Products<R: Registers> {
+    /// # Safety
+    /// As of [`dots_by`], and of [`Scaling::scales`] for all groups of the lines.
+    unsafe fn multiply<const ROWS: usize>(
+        &self,
+        task: &Task,
+        scaling: &impl Scaling<R>,
+        lines: Range<usize>,
+        out: &mut [f32],
+    );
+}
+
+/// By the numbers that codes stand for.
+struct ByLevels<'a>(&'a Ordered);
+
+/// By pieces that are made in a way of their own.
+struct ByPieces<'a, P>(&'a P);
+
+impl<R: Registers, P: Piece<R>> Products<R> for ByPieces<'_, P> {
+    #[inline(always)]
+    unsafe fn multiply<const ROWS: usize>(
+        &self,
+        task: &Task,
+        scaling: &impl Scaling<R>,
+        lines: Range<usize>,
+        out: &mut [f32],
+    ) {
+        // SAFETY: as promised by the caller.
+        unsafe { by_lines::<R, _, ROWS>(task, self.0, scaling, lines, out) }
     }
 }
 
-/// Makes the scales of some lines ready at a time, whose products `multiply` then makes.
+/// Multiplies the lines whose scales can be read as they lie, and then those whose scales are made ready, some at a time.
 ///
 /// # Safety
-/// As of [`dots`].
+/// As of [`dots_by`].
 #[inline(always)]
 unsafe fn in_batches<R: Registers>(
     x: &Ordered,
+    products: &impl Products<R>,
     matrix: Lines,
     lines: Range<usize>,
     out: &mut [f32],
-    multiply: impl Fn(&Task, Range<usize>, &mut [f32]),
 ) {
     assert!(x.lanes == R::LANES && x.depth == matrix.depth);
     // As many as `for_rows` has constants for.
     assert!((1..=FEW_ROWS).contains(&x.rows) && out.len() == x.rows * lines.len());
-    let sums = x.sums(matrix);
-    let batch = (READY / matrix.groups).clamp(1, lines.len().max(1));
+    let task = Task { sums: x.sums(matrix), matrix, first: lines.start, count: lines.len() };
+    let in_place = matrix.with_scales_in_place(&lines);
+    if in_place > 0 {
+        // SAFETY: as promised by the caller, and these are such lines.
+        unsafe {
+            let scaling = InPlace::<R>::new(matrix, lines.start);
+            for_rows!(x.rows, ROWS => products.multiply::<ROWS>(&task, &scaling, 0..in_place, out));
+        }
+    }
+    let rest = lines.len() - in_place;
+    if rest == 0 {
+        return;
+    }
+    let batch = (READY / matrix.groups).clamp(1, rest);
     let room = (batch * matrix.groups).next_multiple_of(MOST_LANES) + MOST_LANES;
     let mut scales = Scratch::new(room);
-    let mut offsets = Scratch::new(if sums.is_empty() { 0 } else { room });
-    for start in (0..lines.len()).step_by(batch) {
+    let mut offsets = Scratch::new(if task.sums.is_empty() { 0 } else { room });
+    for start in (in_place..lines.len()).step_by(batch) {
         let some = start..(start + batch).min(lines.len());
         let group = matrix.group(lines.start + start);
         let filled = (some.len() * matrix.groups).next_multiple_of(MOST_LANES);
-        let offsets_filled = if sums.is_empty() { 0 } else { filled };
+        let offsets_filled = if task.sums.is_empty() { 0 } else { filled };
         let (now, added) = (&mut scales[..filled], &mut offsets[..offsets_filled]);
-        // SAFETY: as promised by the caller.
-        unsafe { fill::<R>(matrix.view, group, now, added) };
-        let (scales, offsets) = (&scales[..], &offsets[..]);
-        let (first, count) = (lines.start, lines.len());
-        multiply(&Task { sums, matrix, first, count, scales, offsets }, some, out);
+        // SAFETY: as promised by the caller; what is made ready ends with a register.
+        unsafe {
+            fill::<R>(matrix.view, group, now, added);
+            let scaling = Ready { scales: &scales, offsets: &offsets };
+            for_rows!(x.rows, ROWS => products.multiply::<ROWS>(&task, &scaling, some, out));
+        }
     }
 }
 
@@ -472,6 +626,21 @@ unsafe fn convert_halves<R: Registers>(from: &[f16], to: &mut [f32]) {
     }
 }
 
+const COUNTED: [u32; 2 * MOST_LANES] = {
+    let mut counted = [0; 2 * MOST_LANES];
+    let mut lane = 0;
+    while lane < counted.len() {
+        counted[lane] = lane as u32;
+        lane += 1;
+    }
+    counted
+};
+
+/// Groups that share a scale of [`Scales::Blocks`](crate::quantized::Scales::Blocks).
+fn groups_of_block(group: usize) -> usize {
+    BLOCK / group
+}
+
 /// `to = sign·(large[block]·code)` from group `first` on.
 ///
 /// # Safety
@@ -486,17 +655,8 @@ unsafe fn fill_blocks<R: Registers>(
     sign: f32,
     to: &mut [f32],
 ) {
-    const COUNTED: [u32; 2 * MOST_LANES] = {
-        let mut counted = [0; 2 * MOST_LANES];
-        let mut lane = 0;
-        while lane < counted.len() {
-            counted[lane] = lane as u32;
-            lane += 1;
-        }
-        counted
-    };
     // At most as many groups as lanes, each of which belongs to one of as many blocks.
-    let groups = BLOCK / group;
+    let groups = groups_of_block(group);
     let shift = groups.trailing_zeros();
     for (index, to) in to.chunks_exact_mut(R::LANES).enumerate() {
         let first = first + index * R::LANES;
@@ -536,40 +696,41 @@ fn filled_up<T: Copy + Default>(from: &[T]) -> [T; MOST_LANES] {
     whole
 }
 
-/// # Safety
-/// As of [`dots`].
-#[inline(always)]
-unsafe fn by_levels<R: Registers, const ROWS: usize>(
-    x: &Ordered,
-    task: &Task,
-    lines: Range<usize>,
-    out: &mut [f32],
-) {
-    macro_rules! by_lines {
-        ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
-            // SAFETY: as promised by the caller.
-            unsafe {
-                let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
-                by_lines::<R, _, ROWS>(task, &numbers, lines, out)
-            }
-        };
-    }
-    let none = &[0.0; 16];
-    match task.matrix.view.levels {
-        Levels::Table(table) => by_lines!(4, TABLE, table, 0),
-        Levels::E4m3 => by_lines!(8, E4M3, none, 0),
-        Levels::Integers { bits, zero } => match bits {
-            2 => by_lines!(2, INTEGERS, none, zero),
-            3 => by_lines!(3, INTEGERS, none, zero),
-            4 if R::LOOKS_UP_AT_ONCE => {
-                let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
-                by_lines!(4, TABLE, &table, 0)
-            }
-            4 => by_lines!(4, INTEGERS, none, zero),
-            5 => by_lines!(5, INTEGERS, none, zero),
-            6 => by_lines!(6, INTEGERS, none, zero),
-            _ => by_lines!(8, INTEGERS, none, zero),
-        },
+impl<R: Registers> Products<R> for ByLevels<'_> {
+    #[inline(always)]
+    unsafe fn multiply<const ROWS: usize>(
+        &self,
+        task: &Task,
+        scaling: &impl Scaling<R>,
+        lines: Range<usize>,
+        out: &mut [f32],
+    ) {
+        macro_rules! by_lines {
+            ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
+                // SAFETY: as promised by the caller.
+                unsafe {
+                    let numbers = Numbers::<R, $bits, $kind>::new(self.0, $table, $zero);
+                    by_lines::<R, _, ROWS>(task, &numbers, scaling, lines, out)
+                }
+            };
+        }
+        let none = &[0.0; 16];
+        match task.matrix.view.levels {
+            Levels::Table(table) => by_lines!(4, TABLE, table, 0),
+            Levels::E4m3 => by_lines!(8, E4M3, none, 0),
+            Levels::Integers { bits, zero } => match bits {
+                2 => by_lines!(2, INTEGERS, none, zero),
+                3 => by_lines!(3, INTEGERS, none, zero),
+                4 if R::LOOKS_UP_AT_ONCE => {
+                    let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
+                    by_lines!(4, TABLE, &table, 0)
+                }
+                4 => by_lines!(4, INTEGERS, none, zero),
+                5 => by_lines!(5, INTEGERS, none, zero),
+                6 => by_lines!(6, INTEGERS, none, zero),
+                _ => by_lines!(8, INTEGERS, none, zero),
+            },
+        }
     }
 }
 
@@ -675,14 +836,15 @@ impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R
     }
 }
 
-/// The dot products of `ROWS` rows with some lines, of whose groups the scales are ready.
+/// The dot products of `ROWS` rows with some lines of a task.
 ///
 /// # Safety
-/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
+/// As of [`dots`], and of [`Piece::add`] and [`Scaling::scales`] for all pieces and groups of the lines.
 #[inline(always)]
 unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     task: &Task,
     numbers: &P,
+    scaling: &impl Scaling<R>,
     lines: Range<usize>,
     out: &mut [f32],
 ) {
@@ -690,55 +852,68 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     let Lines { view, depth, groups, shift, .. } = matrix;
     let piece = P::FIELDS * R::LANES;
     let bytes = piece * P::BITS / 8;
-    let pieces = depth / piece;
-    let mut places = [0u32; MOST_LANES];
-    for (lane, place) in places.iter_mut().enumerate() {
-        *place = ((P::FIELDS * lane) >> shift) as u32;
-    }
-    // SAFETY: as promised by the caller; there is a number for every lane.
-    let places = unsafe { R::load_words(places.as_ptr()) };
+    debug_assert!(matrix.fits_fields(P::FIELDS));
+    // Of each piece of some, the place of every lane's scale behind that of their first.
+    let places: [R::Words; TOGETHER] = std::array::from_fn(
+        #[inline(always)]
+        |place| {
+            let mut places = [0u32; MOST_LANES];
+            for (lane, of_lane) in places.iter_mut().enumerate() {
+                *of_lane = ((place * piece + P::FIELDS * lane) >> shift) as u32;
+            }
+            // SAFETY: as promised by the caller; there is a number for every lane.
+            unsafe { R::load_words(places.as_ptr()) }
+        },
+    );
     let following = lines.len();
     for (index, line) in lines.enumerate() {
         view.prefetch_scales(matrix.group(task.first + line + following), groups);
+        let first = index * groups;
         let start = (matrix.start + (task.first + line) * depth) * P::BITS / 8;
         let codes = &view.codes[start..][..depth * P::BITS / 8];
-        let scales = &task.scales[index * groups..][..groups + SPREAD];
         // SAFETY: as promised by the caller.
         let mut totals = unsafe { [R::zeros(); ROWS] };
-        for place in 0..pieces {
-            // SAFETY: there are as many codes, of a whole piece, and four numbers from every scale on.
-            unsafe {
-                let from = codes.as_ptr().add(place * bytes);
-                prefetch(from.wrapping_add(AHEAD));
-                let scale = R::spread(scales.as_ptr().add((place * piece) >> shift), places);
-                numbers.add(place, from, scale, &mut totals);
-            }
-        }
-        let rest = &codes[pieces * bytes..];
-        if !rest.is_empty() {
-            let mut whole = [0; 4 * MOST_LANES];
-            whole[..rest.len()].copy_from_slice(rest);
-            let mut last = [0f32; SPREAD];
-            let rest = &scales[(pieces * piece) >> shift..groups];
-            last.iter_mut().zip(rest).for_each(|(last, scale)| *last = *scale);
-            // SAFETY: there is a whole piece of codes, and the rows have zeros behind them.
-            unsafe {
-                let scale = R::spread(last.as_ptr(), places);
-                numbers.add(pieces, whole.as_ptr(), scale, &mut totals);
-            }
-        }
         if !task.sums.is_empty() {
             let padded = task.sums.len() / ROWS;
-            let offsets = &task.offsets[index * groups..][..groups.next_multiple_of(R::LANES)];
-            for (place, offsets) in offsets.chunks_exact(R::LANES).enumerate() {
-                let first = place * R::LANES;
-                // SAFETY: there is a number for every lane.
+            for group in (0..groups).step_by(R::LANES) {
+                // SAFETY: as promised by the caller; there are sums for whole registers.
                 unsafe {
-                    let offsets = R::first(R::load(offsets.as_ptr()), groups - first);
+                    let mut offsets = scaling.offsets(first + group);
+                    if groups - group < R::LANES {
+                        offsets = R::first(offsets, groups - group);
+                    }
                     for (row, total) in totals.iter_mut().enumerate() {
-                        let sums = &task.sums[row * padded + first..][..R::LANES];
+                        let sums = &task.sums[row * padded + group..][..R::LANES];
                         *total = R::multiply_add(offsets, R::load(sums.as_ptr()), *total);
                     }
+                }
+            }
+        }
+        let mut some = codes.chunks_exact(TOGETHER * bytes);
+        let mut place = 0;
+        for codes in &mut some {
+            // SAFETY: as promised by the caller, with as many whole pieces.
+            unsafe {
+                let scales = scaling.scales(first + ((place * piece) >> shift));
+                for (index, places) in places.iter().enumerate() {
+                    let from = codes.as_ptr().add(index * bytes);
+                    prefetch(from.wrapping_add(AHEAD));
+                    numbers.add(place + index, from, R::permute(scales, *places), &mut totals);
+                }
+            }
+            place += TOGETHER;
+        }
+        let rest = some.remainder();
+        if !rest.is_empty() {
+            let group = (place * piece) >> shift;
+            // SAFETY: as promised by the caller; codes are brought to whole pieces, and the rows have zeros behind them.
+            unsafe {
+                let scales = R::first(scaling.scales(first + group), groups - group);
+                for (index, codes) in rest.chunks(bytes).enumerate() {
+                    let mut whole = [0; 8 * MOST_LANES];
+                    whole[..codes.len()].copy_from_slice(codes);
+                    let scale = R::permute(scales, places[index]);
+                    numbers.add(place + index, whole.as_ptr(), scale, &mut totals);
                 }
             }
         }

@@ -58,7 +58,7 @@ unsafe fn tables(levels: Levels) -> [__m512i; 2] {
     }
 }
 
-/// Codes of half a lane: four of 4 bits where a register's scales are few enough, or two.
+/// Codes of half a lane: four of 4 bits where groups are large enough and lines are whole pieces, or two.
 fn codes_of_half(matrix: Lines) -> usize {
     let fits = matrix.levels().bits() == 4 && matrix.fits_fields(8);
     if fits && matrix.depth().is_multiple_of(4 * HALVES) { 4 } else { 2 }

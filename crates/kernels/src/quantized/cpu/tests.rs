@@ -190,6 +190,47 @@ fn registers_of_either_size_give_the_products() {
     }
 }
 
+/// Scales are read a register at a time, of which a line has a part.
+#[test]
+fn what_is_not_finite_stays_in_its_line() {
+    let (outer, inner, bad) = (64, 256, 5);
+    let mut poisoned = 0;
+    for (name, matrix) in every_kind((outer, inner)) {
+        let spoiled = |of_lines: &Tensor| {
+            let each = of_lines.elem_count() / outer;
+            let finite = of_lines.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+            let spoil = |(index, number)| if index / each == bad { f32::NAN } else { number };
+            let numbers = finite.into_iter().enumerate().map(spoil);
+            Tensor::from_iter(numbers, &Device::Cpu).unwrap().to_dtype(of_lines.dtype()).unwrap()
+        };
+        let scales = match matrix.scales() {
+            Scales::Plain { scales, offsets } => {
+                Scales::Plain { scales: spoiled(scales), offsets: offsets.as_ref().map(spoiled) }
+            }
+            Scales::Blocks { scales, signed, large, offsets } => Scales::Blocks {
+                scales: scales.clone(),
+                signed: *signed,
+                large: spoiled(large),
+                offsets: offsets.as_ref().map(|(codes, large)| (codes.clone(), spoiled(large))),
+            },
+            _ => continue,
+        };
+        poisoned += 1;
+        let (levels, group, codes) = (matrix.levels(), matrix.group(), matrix.codes().clone());
+        let with_nan = Quantized::new((outer, inner), levels, group, codes, scales).unwrap();
+        for (rows, dtype) in [(1, DType::F32), (1, DType::BF16), (3, DType::BF16)] {
+            let x = random(&[rows, inner], 1).to_dtype(dtype).unwrap();
+            let expected = values(&matmul::linear(&x, &matrix, None).unwrap());
+            let found = values(&matmul::linear(&x, &with_nan, None).unwrap());
+            for (index, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+                let fits = if index % outer == bad { found.is_nan() } else { found == expected };
+                assert!(fits, "{name} {rows} {dtype:?}, line {}: {found}", index % outer);
+            }
+        }
+    }
+    assert_eq!(poisoned, 32);
+}
+
 #[test]
 fn layers_with_adapters_are_those_with_the_numbers() {
     let (inner, rank) = (256, 8);

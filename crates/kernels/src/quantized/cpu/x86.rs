@@ -169,10 +169,6 @@ impl Registers for Avx512 {
         unsafe { _mm512_permutexvar_ps(indices, floats) }
     }
     #[inline(always)]
-    unsafe fn spread(from: *const f32, places: __m512i) -> __m512 {
-        unsafe { _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(from)), places) }
-    }
-    #[inline(always)]
     unsafe fn codes<const BITS: usize>(from: *const u8) -> __m512i {
         unsafe {
             match BITS {
@@ -304,13 +300,6 @@ impl Registers for Avx2 {
     #[inline(always)]
     unsafe fn permute(floats: __m256, indices: __m256i) -> __m256 {
         unsafe { _mm256_permutevar8x32_ps(floats, indices) }
-    }
-    #[inline(always)]
-    unsafe fn spread(from: *const f32, places: __m256i) -> __m256 {
-        unsafe {
-            let four = _mm_loadu_ps(from);
-            _mm256_permutevar_ps(_mm256_set_m128(four, four), places)
-        }
     }
     #[inline(always)]
     unsafe fn codes<const BITS: usize>(from: *const u8) -> __m256i {
