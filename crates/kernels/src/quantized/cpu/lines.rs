@@ -906,14 +906,19 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
         let rest = some.remainder();
         if !rest.is_empty() {
             let group = (place * piece) >> shift;
-            // SAFETY: as promised by the caller; codes are brought to whole pieces, and the rows have zeros behind them.
+            let mut room = [0; 8 * MOST_LANES];
+            // SAFETY: as promised by the caller; the last codes are brought to a whole piece, and the rows have zeros behind them.
             unsafe {
                 let scales = R::first(scaling.scales(first + group), groups - group);
                 for (index, codes) in rest.chunks(bytes).enumerate() {
-                    let mut whole = [0; 8 * MOST_LANES];
-                    whole[..codes.len()].copy_from_slice(codes);
+                    let mut from = codes.as_ptr();
+                    prefetch(from.wrapping_add(AHEAD));
+                    if codes.len() < bytes {
+                        room[..codes.len()].copy_from_slice(codes);
+                        from = room.as_ptr();
+                    }
                     let scale = R::permute(scales, places[index]);
-                    numbers.add(place + index, whole.as_ptr(), scale, &mut totals);
+                    numbers.add(place + index, from, scale, &mut totals);
                 }
             }
         }
