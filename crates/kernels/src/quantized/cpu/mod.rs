@@ -213,8 +213,10 @@ impl<'a> View<'a> {
             ScalesView::Bf16(scales, offsets) => ask_for_both(scales, offsets, first, count),
             ScalesView::E8m0(scales) | ScalesView::E4m3(scales, _) => ask_for(scales, first, count),
             ScalesView::Nested { codes, .. } => ask_for(codes, first, count),
-            ScalesView::Blocks { scales, offsets, .. } => {
+            ScalesView::Blocks { scales, offsets, large, large_offsets, .. } => {
                 ask_for_both(scales, offsets, first, count);
+                let of_block = BLOCK / self.group;
+                ask_for_both(large, large_offsets, first / of_block, count / of_block);
             }
         }
     }
