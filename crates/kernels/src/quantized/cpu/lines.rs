@@ -25,6 +25,9 @@ const FIELDS: usize = 4;
 /// Lanes of a register at most.
 pub(super) const MOST_LANES: usize = 16;
 
+/// Bytes of a piece of codes at most.
+const MOST_BYTES: usize = 4 * MOST_LANES;
+
 /// Bytes ahead that codes are asked for: what memory takes longer for than the processor looks ahead.
 const AHEAD: usize = 8192;
 
@@ -690,8 +693,8 @@ fn register_of<'a, T: Copy + Default>(
 
 #[cold]
 #[inline(never)]
-fn filled_up<T: Copy + Default>(from: &[T]) -> [T; MOST_LANES] {
-    let mut whole = [T::default(); MOST_LANES];
+fn filled_up<T: Copy + Default, const COUNT: usize>(from: &[T]) -> [T; COUNT] {
+    let mut whole = [T::default(); COUNT];
     whole[..from.len()].copy_from_slice(from);
     whole
 }
@@ -906,17 +909,16 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
         let rest = some.remainder();
         if !rest.is_empty() {
             let group = (place * piece) >> shift;
-            let mut room = [0; 8 * MOST_LANES];
+            let mut room = None;
             // SAFETY: as promised by the caller; the last codes are brought to a whole piece, and the rows have zeros behind them.
             unsafe {
                 let scales = R::first(scaling.scales(first + group), groups - group);
                 for (index, codes) in rest.chunks(bytes).enumerate() {
-                    let mut from = codes.as_ptr();
-                    prefetch(from.wrapping_add(AHEAD));
-                    if codes.len() < bytes {
-                        room[..codes.len()].copy_from_slice(codes);
-                        from = room.as_ptr();
-                    }
+                    prefetch(codes.as_ptr().wrapping_add(AHEAD));
+                    let from = match codes.len() < bytes {
+                        true => room.insert(filled_up::<_, MOST_BYTES>(codes)).as_ptr(),
+                        false => codes.as_ptr(),
+                    };
                     let scale = R::permute(scales, places[index]);
                     numbers.add(place + index, from, scale, &mut totals);
                 }
