@@ -3,7 +3,6 @@
 use super::{Tape, Value};
 use crate::Result;
 use candle_core::Tensor;
-use metal_candle_kernels::devices;
 use metal_candle_kernels::offload::{Offload, Offloaded};
 use std::cell::RefCell;
 use std::fmt;
@@ -100,14 +99,11 @@ impl Stored {
 }
 
 impl Tape {
-    /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made again
-    /// rather than kept if there is a way; not in a segment that is run again, as its backward pass comes
-    /// next.
+    /// The value for a backward pass. It is made again rather than kept if there is a way; not in a segment that is
+    /// run again, as its backward pass comes next.
     pub(super) fn save(&self, value: &Value) -> Saved {
         match value.recipe() {
-            Some(recipe) if devices::computes_on_gpu(value.tensor()) && !self.is_replaying() => {
-                Saved::MadeAgain(recipe.clone())
-            }
+            Some(recipe) if !self.is_replaying() => Saved::MadeAgain(recipe.clone()),
             _ => Saved::Kept(value.tensor().clone()),
         }
     }
