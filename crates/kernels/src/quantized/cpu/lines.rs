@@ -64,6 +64,7 @@ pub(super) trait Registers {
     /// `a·b + c`
     unsafe fn multiply_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn subtract(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn sum(floats: Self::Floats) -> f32;
     unsafe fn shift_left(words: Self::Words, bits: u32) -> Self::Words;
@@ -78,6 +79,10 @@ pub(super) trait Registers {
     unsafe fn first(floats: Self::Floats, count: usize) -> Self::Floats;
     /// Lane `indices[l]` in lane `l`.
     unsafe fn permute(floats: Self::Floats, indices: Self::Words) -> Self::Floats;
+    /// Codes of `BITS` bits, one a lane, of 16 bytes that can be read.
+    unsafe fn codes_in_order<const BITS: usize>(from: *const u8) -> Self::Words;
+    /// The numbers that the words are, below 2^31.
+    unsafe fn converted(words: Self::Words) -> Self::Floats;
     /// Codes of `BITS` bits, four in the lowest bits of every lane; what is above them is of no account.
     unsafe fn codes<const BITS: usize>(from: *const u8) -> Self::Words;
     unsafe fn halves(from: *const f16) -> Self::Floats;

@@ -1,6 +1,8 @@
 //! Matrices in fewer bits on the CPU: their numbers one after the other.
 
 mod few_rows;
+#[cfg(target_arch = "x86_64")]
+mod in_order;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
@@ -15,6 +17,8 @@ pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::int8::ByteRows;
 use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::as_f32_mut;
 use crate::backend::cpu::simd::{prefetch_bytes, vectorize};
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
@@ -271,26 +275,55 @@ impl<'a> View<'a> {
     /// Writes the numbers from element `start` on. Compiled once for all callers, for it is long.
     #[inline(never)]
     pub(crate) fn read<A: Real>(&self, start: usize, target: &mut [A]) {
-        const PIECE: usize = 64;
+        #[cfg(target_arch = "x86_64")]
+        if let Some(target) = as_f32_mut(target)
+            && x86::read(self, start, target)
+        {
+            return;
+        }
         vectorize(
             #[inline(always)]
             || {
-                let mut levels = [0f32; PIECE];
-                let (mut element, mut rest) = (start, target);
-                while !rest.is_empty() {
-                    let group = element / self.group;
-                    let count = ((group + 1) * self.group - element).min(rest.len()).min(PIECE);
-                    let (piece, after) = std::mem::take(&mut rest).split_at_mut(count);
-                    let levels = &mut levels[..count];
-                    self.read_levels(element, levels);
-                    let (scale, offset) = self.scale(group);
-                    for (number, level) in piece.iter_mut().zip(levels) {
-                        *number = A::from_f32(*level * scale + offset);
-                    }
-                    (element, rest) = (element + count, after);
-                }
+                self.for_each_group(
+                    start,
+                    target,
+                    #[inline(always)]
+                    |element, scaling, piece| self.read_group(element, scaling, piece),
+                );
             },
         );
+    }
+
+    /// Calls `read(element, (scale, offset), piece)` for what each group has of the numbers from element `start` on.
+    #[inline(always)]
+    fn for_each_group<A>(
+        &self,
+        start: usize,
+        target: &mut [A],
+        mut read: impl FnMut(usize, (f32, f32), &mut [A]),
+    ) {
+        let (mut element, mut rest) = (start, target);
+        while !rest.is_empty() {
+            let group = element / self.group;
+            let count = ((group + 1) * self.group - element).min(rest.len());
+            let (piece, after) = std::mem::take(&mut rest).split_at_mut(count);
+            read(element, self.scale(group), piece);
+            (element, rest) = (element + count, after);
+        }
+    }
+
+    /// Writes numbers of one group.
+    #[inline(always)]
+    fn read_group<A: Real>(&self, element: usize, (scale, offset): (f32, f32), target: &mut [A]) {
+        const PIECE: usize = 64;
+        let mut levels = [0f32; PIECE];
+        for (index, piece) in target.chunks_mut(PIECE).enumerate() {
+            let levels = &mut levels[..piece.len()];
+            self.read_levels(element + index * PIECE, levels);
+            for (number, level) in piece.iter_mut().zip(levels) {
+                *number = A::from_f32(*level * scale + offset);
+            }
+        }
     }
 
     /// What the codes from element `start` on stand for.

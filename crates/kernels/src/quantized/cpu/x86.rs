@@ -1,7 +1,7 @@
 //! The registers of AVX2 and AVX-512.
 
 use super::lines::{Lines, MOST_LANES, Ordered, Registers, dots as dots_of};
-use super::pairs;
+use super::{View, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
 use half::f16;
 use std::arch::x86_64::*;
@@ -34,6 +34,28 @@ pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: 
     }
 }
 
+/// As [`View::read`], if there are registers for it.
+#[inline(always)]
+pub(super) fn read(view: &View, start: usize, out: &mut [f32]) -> bool {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn avx512(view: &View, start: usize, out: &mut [f32]) {
+        // SAFETY: the caller has the instructions.
+        unsafe { in_order::read::<Avx512>(view, start, out) }
+    }
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn avx2(view: &View, start: usize, out: &mut [f32]) {
+        // SAFETY: the caller has the instructions.
+        unsafe { in_order::read::<Avx2>(view, start, out) }
+    }
+    // SAFETY of both: the machine has these lanes.
+    match lanes() {
+        Some(Avx512::LANES) => unsafe { avx512(view, start, out) },
+        Some(_) => unsafe { avx2(view, start, out) },
+        None => return false,
+    }
+    true
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn avx512(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
     // SAFETY: the caller has the instructions.
@@ -60,6 +82,24 @@ const fn bytes_of_lanes(bits: usize, start: usize) -> [u8; 16] {
         byte += 1;
     }
     places
+}
+
+/// Where the two bytes that begin with a lane's code are, of codes one after the other, and by how many bits it begins
+/// too high.
+const fn in_order(bits: usize) -> ([[u8; 4]; MOST_LANES], [u32; MOST_LANES]) {
+    let (mut places, mut shifts) = ([[0x80; 4]; MOST_LANES], [0; MOST_LANES]);
+    let mut lane = 0;
+    while lane < MOST_LANES {
+        let byte = lane * bits / 8;
+        shifts[lane] = (lane * bits % 8) as u32;
+        places[lane][0] = byte as u8;
+        // A code that ends with its byte may be the last.
+        if shifts[lane] as usize + bits > 8 {
+            places[lane][1] = byte as u8 + 1;
+        }
+        lane += 1;
+    }
+    (places, shifts)
 }
 
 /// By how many bits a lane's codes then begin too high.
@@ -129,6 +169,10 @@ impl Registers for Avx512 {
         unsafe { _mm512_mul_ps(a, b) }
     }
     #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
     unsafe fn subtract(a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_sub_ps(a, b) }
     }
@@ -167,6 +211,24 @@ impl Registers for Avx512 {
     #[inline(always)]
     unsafe fn permute(floats: __m512, indices: __m512i) -> __m512 {
         unsafe { _mm512_permutexvar_ps(indices, floats) }
+    }
+    #[inline(always)]
+    unsafe fn codes_in_order<const BITS: usize>(from: *const u8) -> __m512i {
+        unsafe {
+            let bytes = _mm_loadu_si128(from.cast());
+            if BITS == 8 {
+                return _mm512_cvtepu8_epi32(bytes);
+            }
+            let (places, shifts) = const { &in_order(BITS) };
+            let places = _mm512_loadu_si512(places.as_ptr().cast());
+            let codes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), places);
+            let codes = _mm512_srlv_epi32(codes, Self::load_words(shifts.as_ptr()));
+            _mm512_and_si512(codes, _mm512_set1_epi32((1 << BITS) - 1))
+        }
+    }
+    #[inline(always)]
+    unsafe fn converted(words: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(words) }
     }
     #[inline(always)]
     unsafe fn codes<const BITS: usize>(from: *const u8) -> __m512i {
@@ -251,6 +313,10 @@ impl Registers for Avx2 {
         unsafe { _mm256_mul_ps(a, b) }
     }
     #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
     unsafe fn subtract(a: __m256, b: __m256) -> __m256 {
         unsafe { _mm256_sub_ps(a, b) }
     }
@@ -300,6 +366,24 @@ impl Registers for Avx2 {
     #[inline(always)]
     unsafe fn permute(floats: __m256, indices: __m256i) -> __m256 {
         unsafe { _mm256_permutevar8x32_ps(floats, indices) }
+    }
+    #[inline(always)]
+    unsafe fn codes_in_order<const BITS: usize>(from: *const u8) -> __m256i {
+        unsafe {
+            let bytes = _mm_loadu_si128(from.cast());
+            if BITS == 8 {
+                return _mm256_cvtepu8_epi32(bytes);
+            }
+            let (places, shifts) = const { &in_order(BITS) };
+            let places = _mm256_loadu_si256(places.as_ptr().cast());
+            let codes = _mm256_shuffle_epi8(_mm256_set_m128i(bytes, bytes), places);
+            let codes = _mm256_srlv_epi32(codes, Self::load_words(shifts.as_ptr()));
+            _mm256_and_si256(codes, _mm256_set1_epi32((1 << BITS) - 1))
+        }
+    }
+    #[inline(always)]
+    unsafe fn converted(words: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(words) }
     }
     #[inline(always)]
     unsafe fn codes<const BITS: usize>(from: *const u8) -> __m256i {
