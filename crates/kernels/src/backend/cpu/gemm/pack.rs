@@ -282,10 +282,24 @@ fn read_bf16<A: Real>(values: Values<A>, start: usize, target: &mut [bf16]) {
     if let Values::Native(values) = values {
         return narrow_to_bf16(&values[start..start + target.len()], target);
     }
-    let mut wide = [A::ZERO; 64];
-    for (index, target) in target.chunks_mut(64).enumerate() {
+    match values {
+        // So many that a call for them costs little beside what it does.
+        Values::Quantized(_) => read_rounded::<A, 256>(values, start, target),
+        _ => read_rounded::<A, 64>(values, start, target),
+    }
+}
+
+/// [`read_bf16`] by way of so many numbers as they are computed with.
+#[inline(always)]
+fn read_rounded<A: Real, const AT_ONCE: usize>(
+    values: Values<A>,
+    start: usize,
+    target: &mut [bf16],
+) {
+    let mut wide = [A::ZERO; AT_ONCE];
+    for (index, target) in target.chunks_mut(AT_ONCE).enumerate() {
         let wide = &mut wide[..target.len()];
-        values.read(start + index * 64, wide);
+        values.read(start + index * AT_ONCE, wide);
         narrow_to_bf16(wide, target);
     }
 }
