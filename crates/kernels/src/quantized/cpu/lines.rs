@@ -161,7 +161,7 @@ impl<'a> Lines<'a> {
             _ => None,
         };
         let fitting = last.map_or(0, |last| (last + 1).saturating_sub(self.group(lines.start)));
-        (fitting / self.groups.max(1)).min(lines.len())
+        (fitting / self.groups).min(lines.len())
     }
 
     /// Elements of a group, if something is added to them.
@@ -323,8 +323,6 @@ impl<'a, R: Registers> InPlace<'a, R> {
         InPlace { scales: view.scales, first, shift, blocks }
     }
 
-    /// `large[block]·code`
-    ///
     /// # Safety
     /// As of [`Scaling::scales`].
     #[inline(always)]
@@ -340,10 +338,25 @@ impl<'a, R: Registers> InPlace<'a, R> {
         debug_assert!(group + R::LANES <= codes.len() && block + R::LANES <= large.len());
         // SAFETY: as promised by the caller.
         unsafe {
-            let large = R::permute(R::halves(large.as_ptr().add(block)), self.blocks);
-            R::multiply(large, R::bytes(codes.as_ptr().add(group), signed))
+            let (codes, large) = (codes.as_ptr().add(group), large.as_ptr().add(block));
+            of_blocks::<R>(codes, signed, large, self.blocks)
         }
     }
+}
+
+/// `large[block]·code` for the block of each lane.
+///
+/// # Safety
+/// As of [`dots`], with as many codes and scales of blocks as lanes.
+#[inline(always)]
+unsafe fn of_blocks<R: Registers>(
+    codes: *const u8,
+    signed: bool,
+    large: *const f16,
+    blocks: R::Words,
+) -> R::Floats {
+    // SAFETY: as promised by the caller.
+    unsafe { R::multiply(R::permute(R::halves(large), blocks), R::bytes(codes, signed)) }
 }
 
 impl<R: Registers> Scaling<R> for InPlace<'_, R> {
@@ -432,67 +445,43 @@ pub(super) unsafe fn dots<R: Registers>(
     out: &mut [f32],
 ) {
     assert!(x.x.len() == x.rows * x.stride);
-    // SAFETY: as promised by the caller.
-    unsafe { in_batches::<R>(x, &ByLevels(x), matrix, lines, out) }
+    macro_rules! dots_by {
+        ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
+            // SAFETY: as promised by the caller.
+            unsafe {
+                let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
+                dots_by(x, &numbers, matrix, lines, out)
+            }
+        };
+    }
+    let none = &[0.0; 16];
+    match matrix.view.levels {
+        Levels::Table(table) => dots_by!(4, TABLE, table, 0),
+        Levels::E4m3 => dots_by!(8, E4M3, none, 0),
+        Levels::Integers { bits, zero } => match bits {
+            2 => dots_by!(2, INTEGERS, none, zero),
+            3 => dots_by!(3, INTEGERS, none, zero),
+            4 if R::LOOKS_UP_AT_ONCE => {
+                let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
+                dots_by!(4, TABLE, &table, 0)
+            }
+            4 => dots_by!(4, INTEGERS, none, zero),
+            5 => dots_by!(5, INTEGERS, none, zero),
+            6 => dots_by!(6, INTEGERS, none, zero),
+            _ => dots_by!(8, INTEGERS, none, zero),
+        },
+    }
 }
 
-/// As [`dots`], with products of pieces made in another way than [`Numbers`] has.
+/// As [`dots`], with products of pieces made in any way: first of the lines whose scales can be read as they lie, and then of
+/// those whose scales are made ready, some at a time.
 ///
 /// # Safety
 /// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
 #[inline(always)]
-pub(super) unsafe fn dots_by<R: Registers>(
+pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
     x: &Ordered,
-    pieces: &impl Piece<R>,
-    matrix: Lines,
-    lines: Range<usize>,
-    out: &mut [f32],
-) {
-    // SAFETY: as promised by the caller.
-    unsafe { in_batches::<R>(x, &ByPieces(pieces), matrix, lines, out) }
-}
-
-/// Makes the products of `ROWS` rows with some lines of a task.
-trait Products<R: Registers> {
-    /// # Safety
-    /// As of [`dots_by`], and of [`Scaling::scales`] for all groups of the lines.
-    unsafe fn multiply<const ROWS: usize>(
-        &self,
-        task: &Task,
-        scaling: &impl Scaling<R>,
-        lines: Range<usize>,
-        out: &mut [f32],
-    );
-}
-
-/// By the numbers that codes stand for.
-struct ByLevels<'a>(&'a Ordered);
-
-/// By pieces that are made in a way of their own.
-struct ByPieces<'a, P>(&'a P);
-
-impl<R: Registers, P: Piece<R>> Products<R> for ByPieces<'_, P> {
-    #[inline(always)]
-    unsafe fn multiply<const ROWS: usize>(
-        &self,
-        task: &Task,
-        scaling: &impl Scaling<R>,
-        lines: Range<usize>,
-        out: &mut [f32],
-    ) {
-        // SAFETY: as promised by the caller.
-        unsafe { by_lines::<R, _, ROWS>(task, self.0, scaling, lines, out) }
-    }
-}
-
-/// Multiplies the lines whose scales can be read as they lie, and then those whose scales are made ready, some at a time.
-///
-/// # Safety
-/// As of [`dots_by`].
-#[inline(always)]
-unsafe fn in_batches<R: Registers>(
-    x: &Ordered,
-    products: &impl Products<R>,
+    pieces: &P,
     matrix: Lines,
     lines: Range<usize>,
     out: &mut [f32],
@@ -506,7 +495,7 @@ unsafe fn in_batches<R: Registers>(
         // SAFETY: as promised by the caller, and these are such lines.
         unsafe {
             let scaling = InPlace::<R>::new(matrix, lines.start);
-            for_rows!(x.rows, ROWS => products.multiply::<ROWS>(&task, &scaling, 0..in_place, out));
+            for_rows!(x.rows, ROWS => by_lines::<R, P, ROWS>(&task, pieces, &scaling, 0..in_place, out));
         }
     }
     let rest = lines.len() - in_place;
@@ -527,7 +516,7 @@ unsafe fn in_batches<R: Registers>(
         unsafe {
             fill::<R>(matrix.view, group, now, added);
             let scaling = Ready { scales: &scales, offsets: &offsets };
-            for_rows!(x.rows, ROWS => products.multiply::<ROWS>(&task, &scaling, some, out));
+            for_rows!(x.rows, ROWS => by_lines::<R, P, ROWS>(&task, pieces, &scaling, some, out));
         }
     }
 }
@@ -634,6 +623,7 @@ unsafe fn convert_halves<R: Registers>(from: &[f16], to: &mut [f32]) {
     }
 }
 
+/// The numbers from 0 on.
 const COUNTED: [u32; 2 * MOST_LANES] = {
     let mut counted = [0; 2 * MOST_LANES];
     let mut lane = 0;
@@ -674,9 +664,8 @@ unsafe fn fill_blocks<R: Registers>(
         let counted = &COUNTED[first & (groups - 1)..][..MOST_LANES];
         // SAFETY: there are as many numbers as lanes.
         unsafe {
-            let block = R::shift_right(R::load_words(counted.as_ptr()), shift);
-            let large = R::permute(R::halves(large.as_ptr()), block);
-            let scale = R::multiply(large, R::bytes(codes.as_ptr(), signed));
+            let blocks = R::shift_right(R::load_words(counted.as_ptr()), shift);
+            let scale = of_blocks::<R>(codes.as_ptr(), signed, large.as_ptr(), blocks);
             R::store(R::multiply(scale, R::floats(sign)), to.as_mut_ptr());
         }
     }
@@ -702,44 +691,6 @@ fn filled_up<T: Copy + Default, const COUNT: usize>(from: &[T]) -> [T; COUNT] {
     let mut whole = [T::default(); COUNT];
     whole[..from.len()].copy_from_slice(from);
     whole
-}
-
-impl<R: Registers> Products<R> for ByLevels<'_> {
-    #[inline(always)]
-    unsafe fn multiply<const ROWS: usize>(
-        &self,
-        task: &Task,
-        scaling: &impl Scaling<R>,
-        lines: Range<usize>,
-        out: &mut [f32],
-    ) {
-        macro_rules! by_lines {
-            ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
-                // SAFETY: as promised by the caller.
-                unsafe {
-                    let numbers = Numbers::<R, $bits, $kind>::new(self.0, $table, $zero);
-                    by_lines::<R, _, ROWS>(task, &numbers, scaling, lines, out)
-                }
-            };
-        }
-        let none = &[0.0; 16];
-        match task.matrix.view.levels {
-            Levels::Table(table) => by_lines!(4, TABLE, table, 0),
-            Levels::E4m3 => by_lines!(8, E4M3, none, 0),
-            Levels::Integers { bits, zero } => match bits {
-                2 => by_lines!(2, INTEGERS, none, zero),
-                3 => by_lines!(3, INTEGERS, none, zero),
-                4 if R::LOOKS_UP_AT_ONCE => {
-                    let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
-                    by_lines!(4, TABLE, &table, 0)
-                }
-                4 => by_lines!(4, INTEGERS, none, zero),
-                5 => by_lines!(5, INTEGERS, none, zero),
-                6 => by_lines!(6, INTEGERS, none, zero),
-                _ => by_lines!(8, INTEGERS, none, zero),
-            },
-        }
-    }
 }
 
 /// What codes of some bits stand for, by kind, in registers.
