@@ -270,7 +270,8 @@ impl Mark {
     }
 }
 
-/// Starts to look for the peak of [`memory`] anew.
+/// Starts to look for the peak of [`memory`] anew; on the CPU gives back the working memory that this thread keeps for its next
+/// operations, so that it isn't counted with what those need.
 ///
 /// # Errors
 /// When the driver doesn't answer.
@@ -280,7 +281,10 @@ pub fn reset_peak_memory(device: &Device) -> Result<()> {
         Device::Cuda(_) => crate::backend::cuda::reset_peak(device),
         #[cfg(feature = "metal")]
         Device::Metal(metal) => crate::backend::metal::reset_peak(metal),
-        _ => Ok(()),
+        _ => {
+            crate::backend::cpu::scratch::give_back();
+            Ok(())
+        }
     }
 }
 

@@ -133,7 +133,16 @@ impl<A: Real> Problem<'_, A> {
     fn lay_out(&self, cache: &Cache<A>, by_key: bool, across: bool) -> Vec<Side<A>> {
         let Sizes { batch, keys, kv_heads, head_dim, .. } = self.sizes;
         let kind = self.kind();
-        let mut sides: Vec<_> = (0..batch * kv_heads).map(|_| None).collect();
+        let tiles = || (0..if across { keys } else { 0 }).step_by(COLUMNS);
+        // All of it is this thread's, to which it goes back.
+        let mut sides: Vec<_> = (0..batch * kv_heads)
+            .map(|_| Side {
+                by_key: by_key.then(|| Panels::empty(kind, keys, head_dim)),
+                across: tiles()
+                    .map(|start| Panels::empty(kind, head_dim, COLUMNS.min(keys - start)))
+                    .collect(),
+            })
+            .collect();
         let targets = Disjoint::new(&mut sides);
         for_each_index(
             batch * kv_heads,
@@ -141,23 +150,17 @@ impl<A: Real> Problem<'_, A> {
             #[inline(always)]
             |index| {
                 let (batch, head) = (index / kv_heads, index % kv_heads);
-                let by_key = by_key.then(|| {
-                    Panels::pack(kind, keys, head_dim, cache.operand(batch, head, 0, true))
-                });
-                let tiles = (0..if across { keys } else { 0 }).step_by(COLUMNS);
-                let across = tiles
-                    .map(|start| {
-                        let depth = COLUMNS.min(keys - start);
-                        let operand = cache.operand(batch, head, start, false);
-                        Panels::pack(kind, head_dim, depth, operand)
-                    })
-                    .collect();
                 // SAFETY: every task fills its own place.
-                let target = unsafe { targets.slice(index..index + 1) };
-                target[0] = Some(Side { by_key, across });
+                let side = unsafe { &mut targets.slice(index..index + 1)[0] };
+                if let Some(by_key) = &mut side.by_key {
+                    by_key.fill(cache.operand(batch, head, 0, true));
+                }
+                for (start, tile) in tiles().zip(&mut side.across) {
+                    tile.fill(cache.operand(batch, head, start, false));
+                }
             },
         );
-        sides.into_iter().flatten().collect()
+        sides
     }
 
     pub(super) fn forward<T: Element<Acc = A>>(&self, o: &mut [T], log_sum_exp: &mut [A]) {

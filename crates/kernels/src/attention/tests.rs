@@ -328,6 +328,17 @@ fn threads_do_not_change_bits() {
     }
 }
 
+/// Otherwise every pass would leave this thread some more of what others had taken, up to as many as it keeps.
+#[test]
+fn working_memory_stays_with_the_thread_that_took_it() {
+    let case = Case::new(1, 200, 200, 2, 2, 64);
+    for _ in 0..40 {
+        case.backward();
+    }
+    let kept = crate::backend::cpu::scratch::kept();
+    assert!(kept < 40, "{kept} buffers");
+}
+
 #[test]
 fn decoding_one_by_one_gives_what_the_whole_sequence_gives() {
     let case = Case::new(1, 9, 9, 4, 2, 7).window(4);

@@ -1,5 +1,6 @@
 //! Working memory that a thread keeps from one operation to the next, so that a training step in its
-//! steady state allocates none.
+//! steady state allocates none. It stays with the thread that drops it, so who takes it drops it: buffers that wander to
+//! another thread are missed on the one and never used on the other.
 
 use super::element::Real;
 use super::unwritten::{Plain, spoil, unwritten};
@@ -23,6 +24,7 @@ struct Line {
 unsafe impl Plain for Line {}
 
 /// What a thread keeps.
+#[derive(Default)]
 struct Buffers {
     by_size: Vec<Vec<Line>>,
     /// Of all of them.
@@ -57,6 +59,17 @@ impl Buffers {
             self.remove(self.by_size.len() - 1);
         }
     }
+}
+
+/// Gives back what this thread keeps.
+pub(crate) fn give_back() {
+    BUFFERS.take();
+}
+
+/// How many buffers this thread keeps.
+#[cfg(test)]
+pub(crate) fn kept() -> usize {
+    BUFFERS.with_borrow(|buffers| buffers.by_size.len())
 }
 
 /// Numbers in working memory, aligned to 64 bytes, with whatever was left there: see [`unwritten`].
@@ -122,6 +135,9 @@ mod tests {
         let again = Scratch::<f32>::new(900);
         assert_eq!(again.as_ptr(), address);
         drop((larger, again));
+        assert_eq!(kept(), 2);
+        give_back();
+        assert_eq!(kept(), 0);
         assert!(Scratch::<f32>::zeros(1000).iter().all(|number| *number == 0.0));
     }
 }

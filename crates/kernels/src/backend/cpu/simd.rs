@@ -88,6 +88,17 @@ pub(crate) fn has_vnni() -> bool {
     level() >= Level::Avx512 && is_x86_feature_detected!("avx512vnni")
 }
 
+/// Whether the machine has tiles of bytes beside those of bf16.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_byte_tiles() -> bool {
+    // Where the machine is virtual, asking takes it as long as a small product.
+    static BYTES: OnceLock<bool> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        // CPUID leaf 7, EDX: bit 25 is AMX-INT8.
+        level() >= Level::Amx && std::arch::x86_64::__cpuid_count(7, 0).edx & 1 << 25 != 0
+    })
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 fn detect() -> Level {
     Level::Baseline

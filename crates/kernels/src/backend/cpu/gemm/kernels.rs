@@ -72,12 +72,12 @@ impl Kind {
 
     /// Makes this thread ready to multiply, for as long as the result lives.
     pub(super) fn prepare(self) -> Prepared {
-        #[cfg(target_arch = "x86_64")]
-        if self == Kind::Tiles {
+        match self {
             // SAFETY: tiles are chosen on machines that have them.
-            unsafe { x86::configure_tiles() };
+            #[cfg(target_arch = "x86_64")]
+            Kind::Tiles => unsafe { Prepared::with_tiles() },
+            _ => Prepared::default(),
         }
-        Prepared { kind: self }
     }
 
     /// Words that are multiplied at a time at most: so many that a panel stays in the first cache.
@@ -86,18 +86,30 @@ impl Kind {
     }
 }
 
-/// A thread that is ready to multiply: tile registers have their shapes.
+/// A thread that is ready to multiply: if that is by tiles, their registers have their shapes.
+#[derive(Default)]
 pub(super) struct Prepared {
-    kind: Kind,
+    #[cfg(target_arch = "x86_64")]
+    tiles: bool,
 }
 
+#[cfg(target_arch = "x86_64")]
+impl Prepared {
+    /// # Safety
+    /// The machine must have tiles that this process may use.
+    pub(super) unsafe fn with_tiles() -> Self {
+        // SAFETY: as promised by the caller.
+        unsafe { x86::configure_tiles() };
+        Prepared { tiles: true }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
 impl Drop for Prepared {
     fn drop(&mut self) {
-        match self.kind {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as in `prepare`.
-            Kind::Tiles => unsafe { x86::release_tiles() },
-            _ => {}
+        if self.tiles {
+            // SAFETY: as in `with_tiles`.
+            unsafe { x86::release_tiles() };
         }
     }
 }
@@ -284,6 +296,8 @@ unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::byte_tiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::sum_registers;
 
@@ -651,73 +665,81 @@ mod x86 {
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 
-    /// Blocks of 32 by 32 in four tiles. The instructions have no stable intrinsics.
-    ///
-    /// # Safety
-    /// As [`Panel::multiply`](super::Panel::multiply).
-    pub(super) unsafe fn tiles(panel: Panel<f32>) {
-        let Panel { words, rows, lhs, rhs, sums, stride, first } = panel;
-        // SAFETY: the tile registers belong to this thread alone; the caller promised the memory.
-        unsafe {
-            for row in (0..rows).step_by(32) {
-                let (lhs, sums) = (lhs.add(row * STRIDE), sums.add(row * stride));
-                let sums_below = sums.add(16 * stride);
-                if first {
-                    asm!(
-                        "tilezero tmm0",
-                        "tilezero tmm1",
-                        "tilezero tmm2",
-                        "tilezero tmm3",
-                        options(nostack, nomem)
-                    );
-                } else {
-                    asm!(
-                        "tileloadd tmm0, [{top} + {stride}*1]",
-                        "tileloadd tmm1, [{top} + {stride}*1 + 64]",
-                        "tileloadd tmm2, [{below} + {stride}*1]",
-                        "tileloadd tmm3, [{below} + {stride}*1 + 64]",
-                        top = in(reg) sums,
-                        below = in(reg) sums_below,
-                        stride = in(reg) stride * 4,
-                        options(nostack, readonly)
-                    );
+    /// Blocks of 32 by 32 in four tiles, by an instruction that multiplies words of a left side with those of a right
+    /// one. It has no stable intrinsic.
+    macro_rules! by_tiles {
+        ($name:ident, $multiply:literal) => {
+            /// # Safety
+            /// As [`Panel::multiply`](super::Panel::multiply).
+            pub(in crate::backend::cpu::gemm) unsafe fn $name(panel: Panel<f32>) {
+                let Panel { words, rows, lhs, rhs, sums, stride, first } = panel;
+                // SAFETY: the tile registers belong to this thread alone; the caller promised the memory.
+                unsafe {
+                    for row in (0..rows).step_by(32) {
+                        let (lhs, sums) = (lhs.add(row * STRIDE), sums.add(row * stride));
+                        let sums_below = sums.add(16 * stride);
+                        if first {
+                            asm!(
+                                "tilezero tmm0",
+                                "tilezero tmm1",
+                                "tilezero tmm2",
+                                "tilezero tmm3",
+                                options(nostack, nomem)
+                            );
+                        } else {
+                            asm!(
+                                "tileloadd tmm0, [{top} + {stride}*1]",
+                                "tileloadd tmm1, [{top} + {stride}*1 + 64]",
+                                "tileloadd tmm2, [{below} + {stride}*1]",
+                                "tileloadd tmm3, [{below} + {stride}*1 + 64]",
+                                top = in(reg) sums,
+                                below = in(reg) sums_below,
+                                stride = in(reg) stride * 4,
+                                options(nostack, readonly)
+                            );
+                        }
+                        asm!(
+                            "2:",
+                            "tileloadd tmm6, [{rhs} + {rhs_stride}*1]",
+                            "tileloadd tmm4, [{top} + {lhs_stride}*1]",
+                            "tileloadd tmm7, [{rhs} + {rhs_stride}*1 + 64]",
+                            "tileloadd tmm5, [{below} + {lhs_stride}*1]",
+                            concat!($multiply, " tmm0, tmm4, tmm6"),
+                            concat!($multiply, " tmm1, tmm4, tmm7"),
+                            concat!($multiply, " tmm2, tmm5, tmm6"),
+                            concat!($multiply, " tmm3, tmm5, tmm7"),
+                            "add {top}, 64",
+                            "add {below}, 64",
+                            "add {rhs}, 2048",
+                            "dec {steps}",
+                            "jnz 2b",
+                            top = inout(reg) lhs => _,
+                            below = inout(reg) lhs.add(16 * STRIDE) => _,
+                            rhs = inout(reg) rhs => _,
+                            steps = inout(reg) words / 16 => _,
+                            lhs_stride = in(reg) STRIDE * 4,
+                            rhs_stride = in(reg) PANEL * 4,
+                            options(nostack, readonly)
+                        );
+                        asm!(
+                            "tilestored [{top} + {stride}*1], tmm0",
+                            "tilestored [{top} + {stride}*1 + 64], tmm1",
+                            "tilestored [{below} + {stride}*1], tmm2",
+                            "tilestored [{below} + {stride}*1 + 64], tmm3",
+                            top = in(reg) sums,
+                            below = in(reg) sums_below,
+                            stride = in(reg) stride * 4,
+                            options(nostack)
+                        );
+                    }
                 }
-                asm!(
-                    "2:",
-                    "tileloadd tmm6, [{rhs} + {rhs_stride}*1]",
-                    "tileloadd tmm4, [{top} + {lhs_stride}*1]",
-                    "tileloadd tmm7, [{rhs} + {rhs_stride}*1 + 64]",
-                    "tileloadd tmm5, [{below} + {lhs_stride}*1]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    "add {top}, 64",
-                    "add {below}, 64",
-                    "add {rhs}, 2048",
-                    "dec {steps}",
-                    "jnz 2b",
-                    top = inout(reg) lhs => _,
-                    below = inout(reg) lhs.add(16 * STRIDE) => _,
-                    rhs = inout(reg) rhs => _,
-                    steps = inout(reg) words / 16 => _,
-                    lhs_stride = in(reg) STRIDE * 4,
-                    rhs_stride = in(reg) PANEL * 4,
-                    options(nostack, readonly)
-                );
-                asm!(
-                    "tilestored [{top} + {stride}*1], tmm0",
-                    "tilestored [{top} + {stride}*1 + 64], tmm1",
-                    "tilestored [{below} + {stride}*1], tmm2",
-                    "tilestored [{below} + {stride}*1 + 64], tmm3",
-                    top = in(reg) sums,
-                    below = in(reg) sums_below,
-                    stride = in(reg) stride * 4,
-                    options(nostack)
-                );
             }
-        }
+        };
     }
+
+    by_tiles!(tiles, "tdpbf16ps");
+    // Bytes with a sign on the left, without one on the right, and sums of 32 bits.
+    by_tiles!(byte_tiles, "tdpbsud");
 }
 
 #[cfg(target_arch = "aarch64")]

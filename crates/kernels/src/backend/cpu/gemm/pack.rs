@@ -170,15 +170,26 @@ pub(crate) struct Panels<A> {
 impl<A: Real> Panels<A> {
     /// Packs `(depth, lines)` on this thread.
     pub(crate) fn pack(kind: Kind, lines: usize, depth: usize, operand: Operand<A>) -> Self {
+        let mut panels = Self::empty(kind, lines, depth);
+        panels.fill(operand);
+        panels
+    }
+
+    /// Room for `(depth, lines)`.
+    pub(crate) fn empty(kind: Kind, lines: usize, depth: usize) -> Self {
         let blocks = Blocks::new(kind, depth);
-        let padded = lines.next_multiple_of(PANEL);
-        let mut data = Scratch::new(padded * blocks.words);
-        for block in 0..blocks.count() {
-            let words = blocks.words(block);
-            let target = &mut data[padded * words.start..padded * words.end];
-            pack_panels(kind, operand, depth, 0..lines, words, target);
-        }
+        let data = Scratch::new(lines.next_multiple_of(PANEL) * blocks.words);
         Panels { data, kind, lines, blocks }
+    }
+
+    /// Packs what there is room for, on this thread.
+    pub(crate) fn fill(&mut self, operand: Operand<A>) {
+        let padded = self.lines.next_multiple_of(PANEL);
+        for block in 0..self.blocks.count() {
+            let words = self.blocks.words(block);
+            let target = &mut self.data[padded * words.start..padded * words.end];
+            pack_panels(self.kind, operand, self.blocks.depth, 0..self.lines, words, target);
+        }
     }
 
     /// Where the panel of a block that begins at line `line` starts.

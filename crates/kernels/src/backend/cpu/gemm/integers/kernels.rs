@@ -3,10 +3,11 @@
 //! Words are four bytes of both sides: integers on the left, codes on the right, which are `C + 128` and have no sign; or
 //! two numbers of 16 bits, `C` on the right, for processors without products of bytes.
 
-use super::super::kernels::{PANEL, STRIDE as WORDS};
+use super::super::kernels::{PANEL, Prepared, STRIDE as WORDS};
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::{Level, has_vnni, level};
+use super::super::kernels::{Panel as Words, byte_tiles};
 #[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::simd::{Level, has_byte_tiles, has_vnni, level};
 use crate::quantized::int8::ZERO;
 
 /// Words from one row of a packed left side to the next.
@@ -20,6 +21,9 @@ pub(crate) enum Kind {
     /// As four bytes with AVX-512's dot product.
     #[cfg(target_arch = "x86_64")]
     Bytes,
+    /// As tiles of four bytes.
+    #[cfg(target_arch = "x86_64")]
+    Tiles,
     /// As pairs of 16 bits.
     Pairs,
 }
@@ -27,50 +31,65 @@ pub(crate) enum Kind {
 impl Kind {
     /// The fastest of this machine.
     pub(super) fn fastest() -> Kind {
-        #[cfg(target_arch = "x86_64")]
-        if has_vnni() {
-            return Kind::Bytes;
-        }
-        Kind::Pairs
+        Self::of_machine().last().unwrap_or(Kind::Pairs)
+    }
+
+    /// Those that this machine has, the fastest last.
+    pub(super) fn of_machine() -> impl Iterator<Item = Kind> {
+        let kinds = [
+            (Kind::Pairs, true),
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Bytes, has_vnni()),
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Tiles, has_byte_tiles()),
+        ];
+        kinds.into_iter().filter_map(|(kind, is_there)| is_there.then_some(kind))
+    }
+
+    /// Whether words are four bytes.
+    pub(super) fn is_bytes(self) -> bool {
+        self != Kind::Pairs
     }
 
     /// Integers of a word.
     pub(super) fn per_word(self) -> usize {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Kind::Bytes => 4,
-            Kind::Pairs => 2,
-        }
+        if self.is_bytes() { 4 } else { 2 }
     }
 
-    /// What the sums of a row whose integers have this sum begin with.
-    pub(super) fn start(self, sum: i32) -> i32 {
-        let zero = match self {
-            #[cfg(target_arch = "x86_64")]
-            Kind::Bytes => i32::from(ZERO),
-            Kind::Pairs => 0,
-        };
+    /// What is missing in the sums of a row whose integers have this sum.
+    pub(super) fn missing(self, sum: i32) -> i32 {
+        let zero = if self.is_bytes() { i32::from(ZERO) } else { 0 };
         -zero * sum
+    }
+
+    /// Makes this thread ready to multiply, for as long as the result lives.
+    pub(super) fn prepare(self) -> Prepared {
+        match self {
+            // SAFETY: the kind is chosen on machines that have it.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Tiles => unsafe { Prepared::with_tiles() },
+            _ => Prepared::default(),
+        }
     }
 }
 
 /// One product: `rows` of the left side, from `lhs` on and [`STRIDE`] words apart, by a panel `(words, PANEL)`. Sums
-/// `(rows, PANEL)` are added to, or begin with those of `starts` when `first`.
+/// `(rows, PANEL)` are added to, or set when `first`.
 #[derive(Clone, Copy)]
 pub(super) struct Panel {
     pub words: usize,
     pub rows: usize,
     pub lhs: *const u32,
     pub rhs: *const u32,
-    pub starts: *const i32,
     pub sums: *mut i32,
     pub first: bool,
 }
 
 impl Panel {
     /// # Safety
-    /// The left side, its starts and the sums must have `rows + SPARE_ROWS` rows, the left side of `words` words, and the
-    /// right side `words` times [`PANEL`] words. No one else touches the sums. The machine has the kind.
+    /// The thread must be prepared for `kind`, which the machine has. The left side and the sums must have `rows + SPARE_ROWS`
+    /// rows, the left side of `words` words, for tiles a multiple of 16, and the right side `words` times [`PANEL`] words. No
+    /// one else touches the sums.
     #[inline(always)]
     pub(super) unsafe fn multiply(self, kind: Kind) {
         // SAFETY: as promised by the caller; the level says which instructions there are.
@@ -78,6 +97,16 @@ impl Panel {
             match kind {
                 #[cfg(target_arch = "x86_64")]
                 Kind::Bytes => x86::bytes(self),
+                #[cfg(target_arch = "x86_64")]
+                Kind::Tiles => byte_tiles(Words {
+                    words: self.words,
+                    rows: self.rows,
+                    lhs: self.lhs.cast(),
+                    rhs: self.rhs.cast(),
+                    sums: self.sums.cast(),
+                    stride: PANEL,
+                    first: self.first,
+                }),
                 Kind::Pairs => {
                     #[cfg(target_arch = "x86_64")]
                     match level() {
@@ -118,14 +147,11 @@ unsafe fn portable(panel: Panel) {
             }
         }
         for (offset, sums) in sums.iter().enumerate() {
-            // SAFETY: inside the sums and starts with their spare rows; the sums are this call's alone.
-            let (target, start) = unsafe {
-                let target = &mut *panel.sums.add((row + offset) * PANEL).cast::<[i32; PANEL]>();
-                (target, *panel.starts.add(row + offset))
-            };
+            // SAFETY: inside the sums with their spare rows, which are this call's alone.
+            let target =
+                unsafe { &mut *panel.sums.add((row + offset) * PANEL).cast::<[i32; PANEL]>() };
             for (target, sum) in target.iter_mut().zip(sums) {
-                let before = if panel.first { start } else { *target };
-                *target = before.wrapping_add(*sum);
+                *target = if panel.first { *sum } else { target.wrapping_add(*sum) };
             }
         }
     }
@@ -140,6 +166,7 @@ mod x86 {
     trait Vector: Copy {
         /// Words of a register.
         const LANES: usize;
+        unsafe fn zero() -> Self;
         unsafe fn splat(from: *const i32) -> Self;
         unsafe fn load(from: *const i32) -> Self;
         unsafe fn store(self, to: *mut i32);
@@ -150,7 +177,7 @@ mod x86 {
     /// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers.
     #[inline(always)]
     unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel) {
-        let Panel { words, rows, lhs, rhs, starts, sums: out, first } = panel;
+        let Panel { words, rows, lhs, rhs, sums: out, first } = panel;
         let (lhs, rhs) = (lhs.cast::<i32>(), rhs.cast::<i32>());
         // SAFETY: offsets stay inside what the caller of `Panel::multiply` promised.
         unsafe {
@@ -160,17 +187,16 @@ mod x86 {
                     let rhs = rhs.add(column);
                     let out =
                         |m: usize, n: usize| out.add((row + m) * PANEL + column + n * V::LANES);
-                    let mut sums = [[V::splat(starts.add(row)); N]; M];
-                    for (m, sums) in sums.iter_mut().enumerate() {
-                        for (n, sum) in sums.iter_mut().enumerate() {
-                            *sum = match first {
-                                true => V::splat(starts.add(row + m)),
-                                false => V::load(out(m, n)),
-                            };
+                    let mut sums = [[V::zero(); N]; M];
+                    if !first {
+                        for (m, sums) in sums.iter_mut().enumerate() {
+                            for (n, sum) in sums.iter_mut().enumerate() {
+                                *sum = V::load(out(m, n));
+                            }
                         }
                     }
                     for word in 0..words {
-                        let mut right = [sums[0][0]; N];
+                        let mut right = [V::zero(); N];
                         for (n, right) in right.iter_mut().enumerate() {
                             *right = V::load(rhs.add(word * PANEL + n * V::LANES));
                         }
@@ -197,6 +223,10 @@ mod x86 {
     impl Vector for Bytes {
         const LANES: usize = 16;
         #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { Bytes(_mm512_setzero_si512()) }
+        }
+        #[inline(always)]
         unsafe fn splat(from: *const i32) -> Self {
             unsafe { Bytes(_mm512_set1_epi32(*from)) }
         }
@@ -220,6 +250,10 @@ mod x86 {
     impl Vector for WidePairs {
         const LANES: usize = 16;
         #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { WidePairs(_mm512_setzero_si512()) }
+        }
+        #[inline(always)]
         unsafe fn splat(from: *const i32) -> Self {
             unsafe { WidePairs(_mm512_set1_epi32(*from)) }
         }
@@ -242,6 +276,10 @@ mod x86 {
 
     impl Vector for NarrowPairs {
         const LANES: usize = 8;
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { NarrowPairs(_mm256_setzero_si256()) }
+        }
         #[inline(always)]
         unsafe fn splat(from: *const i32) -> Self {
             unsafe { NarrowPairs(_mm256_set1_epi32(*from)) }

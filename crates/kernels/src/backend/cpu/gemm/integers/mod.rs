@@ -51,8 +51,8 @@ pub(crate) struct Rounded {
     words: Scratch<u32>,
     /// `(rows)`
     scales: Scratch<f32>,
-    /// What the sums of each row begin with, `(rows + SPARE_ROWS)`: kernels of bytes multiply by `C + 128`.
-    starts: Scratch<i32>,
+    /// What is missing in the sums of each row, `(rows)`: kernels of bytes multiply by `C + 128`.
+    missing: Scratch<i32>,
 }
 
 impl Rounded {
@@ -86,12 +86,11 @@ impl Rounded {
             blocks,
             words: Scratch::new(blocks.count() * padded * STRIDE),
             scales: Scratch::new(rows),
-            starts: Scratch::new(padded),
+            missing: Scratch::new(rows),
         };
-        rounded.starts[rows..].fill(0);
         let words = Disjoint::new(&mut rounded.words);
         let scales = Disjoint::new(&mut rounded.scales);
-        let starts = Disjoint::new(&mut rounded.starts);
+        let missing = Disjoint::new(&mut rounded.missing);
         run(
             rows.div_ceil(ROWS),
             #[inline(always)]
@@ -115,7 +114,7 @@ impl Rounded {
                     // SAFETY: every row is that of one task.
                     unsafe {
                         scales.slice(row..row + 1)[0] = scale;
-                        starts.slice(row..row + 1)[0] = kind.start(sum);
+                        missing.slice(row..row + 1)[0] = kind.missing(sum);
                     }
                     for block in 0..blocks.count() {
                         let part = blocks.words(block);
@@ -195,6 +194,7 @@ impl Product<'_> {
             let mut right = Scratch::<u32>::new(panels * PANEL * words.len());
             let (columns, part) = (columns.clone(), words.clone());
             pack::pack_panels(lhs.kind, self.rhs, self.side, lhs.depth, columns, part, &mut right);
+            let _prepared = lhs.kind.prepare();
             for (index, right) in right.chunks_exact(words.len() * PANEL).enumerate() {
                 let integers = &mut integers[index.min(kept - 1) * of_panel..][..of_panel];
                 let panel = Panel {
@@ -202,12 +202,11 @@ impl Product<'_> {
                     rows: rows.len(),
                     lhs: lhs.words[lhs.place(block, rows.start)..].as_ptr(),
                     rhs: right.as_ptr(),
-                    starts: lhs.starts[rows.start..].as_ptr(),
                     sums: integers.as_mut_ptr(),
                     first: block == 0,
                 };
-                // SAFETY: both sides were packed for this kind, which this machine has, the left one and its starts with
-                // spare rows, and the sums have spare rows.
+                // SAFETY: both sides were packed for this kind, which this machine has and the thread is prepared for, the left
+                // one with spare rows, and the sums have spare rows.
                 unsafe { panel.multiply(lhs.kind) };
                 if blocks == 1 {
                     scale(index, integers, sums);
@@ -241,13 +240,15 @@ impl Product<'_> {
             #[inline(always)]
             || {
                 let lines = sums.chunks_mut(stride).zip(integers.chunks_exact(PANEL));
-                for ((sums, integers), scale) in lines.zip(&self.lhs.scales[rows]) {
+                let scales = self.lhs.scales[rows.clone()].iter().zip(&self.lhs.missing[rows]);
+                for ((sums, integers), (scale, missing)) in lines.zip(scales) {
                     let scale = A::from_f32(*scale);
                     let sums = &mut sums[..columns.len()];
                     for ((sum, integer), of_column) in
                         sums.iter_mut().zip(integers).zip(&of_columns)
                     {
-                        let product = A::from_i32(*integer) * scale * *of_column;
+                        let integer = integer.wrapping_add(*missing);
+                        let product = A::from_i32(integer) * scale * *of_column;
                         *sum = if accumulate { *sum + product } else { product };
                     }
                 }
@@ -265,7 +266,7 @@ mod tests {
     /// Any of the kinds that this machine has, of which products take but the fastest.
     #[test]
     fn every_kind_and_side_gives_the_exact_product() {
-        let kinds = [Kind::Pairs, Kind::fastest()];
+        let kinds: Vec<Kind> = Kind::of_machine().collect();
         for (rows, outer, inner) in [(1, 1, 1), (13, 33, 31), (40, 97, 70), (26, 700, 1500)] {
             let number = |index: usize| ((index * 7919 + 13) % 255) as i32 - 127;
             let codes: Vec<u8> = (0..outer * inner).map(|i| (number(i + 5) + 128) as u8).collect();
@@ -289,8 +290,8 @@ mod tests {
                     let products = (0..depth).map(|k| left(row, k) * (i32::from(code(k)) - 128));
                     *exact = f64::from(products.sum::<i32>());
                 }
-                for kind in kinds {
-                    let lhs = Rounded::pack_for(kind, rows, depth, Values::Native(&x), None);
+                for kind in &kinds {
+                    let lhs = Rounded::pack_for(*kind, rows, depth, Values::Native(&x), None);
                     let found = Mutex::new(vec![f64::NAN; rows * columns]);
                     let finish = |mut block: Block<f64>| {
                         let mut found = found.lock().unwrap();

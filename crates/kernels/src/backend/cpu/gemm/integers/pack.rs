@@ -23,7 +23,7 @@ pub(super) fn pack_row(kind: Kind, integers: &[i8], words: Range<usize>, target:
     let (whole, rest) = (&integers[first..last], target);
     match kind {
         #[cfg(target_arch = "x86_64")]
-        Kind::Bytes => {
+        Kind::Bytes | Kind::Tiles => {
             let mut groups = whole.chunks_exact(4);
             let (filled, beyond) = rest.split_at_mut(groups.len());
             for (word, group) in filled.iter_mut().zip(&mut groups) {
@@ -103,7 +103,7 @@ fn pack_lines(
             let place = (first_word - words.start) * PANEL + first_line;
             // Straight from the matrix where it has whole words and lines.
             #[cfg(target_arch = "x86_64")]
-            if kind == Kind::Bytes
+            if kind.is_bytes()
                 && count == SQUARE
                 && part.len() == SQUARE
                 && part.end * per_word <= matrix.inner
@@ -142,7 +142,7 @@ fn read_words(kind: Kind, codes: &[u8], words: &mut [u32]) {
     for (word, codes) in words.iter_mut().zip(codes.chunks(kind.per_word())) {
         *word = match kind {
             #[cfg(target_arch = "x86_64")]
-            Kind::Bytes => (0..)
+            Kind::Bytes | Kind::Tiles => (0..)
                 .zip(codes)
                 .fold(0, |word, (index, code)| word | u32::from(*code) << (8 * index)),
             Kind::Pairs => pair(level(codes[0]), codes.get(1).map_or(0, |code| level(*code))),
@@ -200,7 +200,7 @@ fn pack_columns(
 fn interleave(kind: Kind, rows: [&[u8; PANEL]; 4], target: &mut [u32]) {
     match kind {
         #[cfg(target_arch = "x86_64")]
-        Kind::Bytes => {
+        Kind::Bytes | Kind::Tiles => {
             assert!(target.len() == PANEL);
             // SAFETY: machines with products of bytes have AVX2; there are as many words.
             unsafe { x86::interleave(rows, target.as_mut_ptr()) };
