@@ -52,12 +52,12 @@ impl Kind {
     /// Whether so many rows are multiplied by lines of bf16 numbers as they are stored. The sums of a row are the same for
     /// any such number of rows.
     pub(crate) fn takes_lines(self, rows: usize) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return self == Kind::Pairs && rows <= ROWS_BY_LINES;
-        #[cfg(not(target_arch = "x86_64"))]
-        {
-            let _ = rows;
-            false
+        match self {
+            Kind::Plain => false,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Pairs => rows <= ROWS_BY_LINES,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Tiles => rows <= ROWS_BY_TILES_OF_LINES,
         }
     }
 
@@ -165,10 +165,17 @@ impl<A: Real> Panel<A> {
 /// reading the rows again for every few lines.
 #[cfg(target_arch = "x86_64")]
 const ROWS_BY_LINES: usize = 48;
+/// Rows up to which tiles of lines are multiplied as they are stored: as many as two tiles have, for which lines are read once.
+#[cfg(target_arch = "x86_64")]
+const ROWS_BY_TILES_OF_LINES: usize = 32;
 
-/// A product of bf16 pairs by lines as they are stored: `rows` of a left side of blocks, the first of which starts at
-/// `lhs`, by `columns` lines of `numbers` bf16 numbers, `line` apart. Sums are as in [`Panel`]. The order of a sum follows
-/// from `numbers` alone: every 16th pair is added up, and then these sums half to half.
+/// A product of bf16 numbers by lines as they are stored: `rows` of a left side by `columns` lines of `numbers` bf16 numbers,
+/// `line` apart. Sums are as in [`Panel`].
+///
+/// For [`Kind::Pairs`] the left side is one of blocks, the first of which starts at `lhs`. The order of a sum follows from
+/// `numbers` alone: every 16th pair is added up, and then these sums half to half. For [`Kind::Tiles`] the lines are the left
+/// side of tiles, and `lhs` are squares with a word in each row and a row in each column, those of the same words next to each
+/// other. The order of a sum is that of [`Panel`]s.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Lines {
@@ -176,7 +183,7 @@ pub(super) struct Lines {
     pub columns: usize,
     pub numbers: usize,
     pub lhs: *const f32,
-    /// Words of a row in a block, a multiple of 16, and from the start of a block to that of the next one.
+    /// For pairs, words of a row in a block, a multiple of 16, and from the start of a block to that of the next one.
     pub block_words: usize,
     pub block_stride: usize,
     pub rhs: *const bf16,
@@ -189,12 +196,18 @@ pub(super) struct Lines {
 #[cfg(target_arch = "x86_64")]
 impl Lines {
     /// # Safety
-    /// The machine must have [`Kind::Pairs`]. The left side must have `rows` rows, [`STRIDE`] words apart in each block,
-    /// with zeros from `numbers` on up to a multiple of 32, and the right side `columns` lines, one at least. The sums
-    /// must have `rows` rows that no one else touches, with room for a multiple of four columns.
-    pub(super) unsafe fn multiply(self) {
+    /// The machine must have `kind`, which must take so many rows by lines. The left side must have `rows` rows, for pairs
+    /// [`STRIDE`] words apart in each block, with zeros from `numbers` on up to a multiple of 32, and the right side `columns`
+    /// lines, one at least. The sums must have `rows + SPARE_ROWS` rows that no one else touches, with room for whole panels.
+    pub(super) unsafe fn multiply(self, kind: Kind) {
         // SAFETY: as promised by the caller.
-        unsafe { x86::lines(self) };
+        unsafe {
+            match kind {
+                Kind::Plain => unreachable!("takes no lines"),
+                Kind::Pairs => x86::lines(self),
+                Kind::Tiles => x86::tiles_of_lines(self),
+            }
+        }
     }
 }
 
@@ -303,6 +316,7 @@ pub(crate) use x86::sum_registers;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use super::super::pack::{SQUARE, transpose_square};
     use super::{Lines, PANEL, Panel, STRIDE, Vector, by_registers};
     use half::bf16;
     use std::arch::asm;
@@ -643,23 +657,38 @@ mod x86 {
         rows: [u8; 16],
     }
 
-    static TILES: TileConfig = TileConfig {
-        palette: 1,
-        start_row: 0,
-        reserved: [0; 14],
-        bytes_in_row: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
-        rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
-    };
+    impl TileConfig {
+        /// Of whole tiles, but for those whose rows are `above` and `below` lines: the sums of the two halves of a block, and
+        /// the lines.
+        const fn new(above: u8, below: u8) -> Self {
+            TileConfig {
+                palette: 1,
+                start_row: 0,
+                reserved: [0; 14],
+                bytes_in_row: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+                rows: [above, above, below, below, above, below, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+            }
+        }
+
+        /// # Safety
+        /// The machine must have tiles that this process may use.
+        unsafe fn load(&self) {
+            // SAFETY: the tile registers belong to this thread alone.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) self, options(nostack, readonly)) };
+        }
+    }
+
+    static TILES: TileConfig = TileConfig::new(16, 16);
 
     /// # Safety
-    /// The machine must have tiles that this process may use.
+    /// As [`TileConfig::load`].
     pub(super) unsafe fn configure_tiles() {
-        // SAFETY: the tile registers belong to this thread alone.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &TILES, options(nostack, readonly)) };
+        // SAFETY: as promised by the caller.
+        unsafe { TILES.load() };
     }
 
     /// # Safety
-    /// As [`configure_tiles`].
+    /// As [`TileConfig::load`].
     pub(super) unsafe fn release_tiles() {
         // SAFETY: the tile registers belong to this thread alone.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
@@ -735,6 +764,161 @@ mod x86 {
                 }
             }
         };
+    }
+
+    const SQUARE_WORDS: usize = SQUARE * SQUARE;
+
+    /// Lines in two tiles by one or two squares.
+    ///
+    /// # Safety
+    /// As [`Lines::multiply`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn tiles_of_lines(all: Lines) {
+        const BOTH: usize = 2 * SQUARE;
+        // SAFETY: as promised by the caller.
+        unsafe {
+            configure_tiles();
+            for column in (0..all.columns).step_by(BOTH) {
+                let count = (all.columns - column).min(BOTH);
+                // Where the second tile has no lines, it has those of the first once more.
+                let above = count.min(SQUARE);
+                let below = if count > SQUARE { count - SQUARE } else { above };
+                if count < BOTH {
+                    TileConfig::new(above as u8, below as u8).load();
+                }
+                let second = count.saturating_sub(1) / SQUARE * SQUARE;
+                if all.rows <= SQUARE {
+                    block_of_lines::<false>(all, [column, column + second], [above, below]);
+                } else {
+                    block_of_lines::<true>(all, [column, column + second], [above, below]);
+                }
+            }
+            release_tiles();
+        }
+    }
+
+    /// The lines from two columns on, in tiles 4 and 5, by the squares in tiles 6 and, where there are `TWO`, 7.
+    #[inline(always)]
+    unsafe fn block_of_lines<const TWO: bool>(all: Lines, columns: [usize; 2], counts: [usize; 2]) {
+        let squares = if TWO { 2 } else { 1 };
+        let whole = all.numbers / NUMBERS;
+        let mut turned = Turned([0.0; SQUARE_WORDS]);
+        let turned = turned.0.as_mut_ptr();
+        // SAFETY: as promised by the caller of `Lines::multiply`; sums have spare rows and whole panels.
+        unsafe {
+            let sums = |half: usize, square: usize| {
+                all.sums.add(square * SQUARE * all.stride + columns[half])
+            };
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                options(nostack, nomem)
+            );
+            if !all.first {
+                let load = |half, square| {
+                    transpose_square(sums(half, square).cast(), 4 * all.stride, turned, SQUARE);
+                    turned
+                };
+                asm!("tileloadd tmm0, [{0} + {1}*1]", in(reg) load(0, 0), in(reg) BYTES, options(nostack, readonly));
+                asm!("tileloadd tmm2, [{0} + {1}*1]", in(reg) load(1, 0), in(reg) BYTES, options(nostack, readonly));
+                if TWO {
+                    asm!("tileloadd tmm1, [{0} + {1}*1]", in(reg) load(0, 1), in(reg) BYTES, options(nostack, readonly));
+                    asm!("tileloadd tmm3, [{0} + {1}*1]", in(reg) load(1, 1), in(reg) BYTES, options(nostack, readonly));
+                }
+            }
+            let lines = columns.map(|column| all.rhs.add(column * all.line));
+            let mut ahead = lines[0].wrapping_add(2 * SQUARE * all.line).cast::<i8>();
+            for step in 0..whole {
+                // What the next block reads comes beside the work of this one, in the order in which it lies.
+                for line in 0..2 * SQUARE {
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line * BYTES));
+                }
+                ahead = ahead.wrapping_add(2 * SQUARE * BYTES);
+                let parts = lines.map(|line| line.add(step * NUMBERS));
+                add_tiles::<TWO>(parts, 2 * all.line, all.lhs.add(step * squares * SQUARE_WORDS));
+            }
+            let rest = all.numbers % NUMBERS;
+            if rest > 0 {
+                let mut padded = [Padded([bf16::ZERO; SQUARE * NUMBERS]); 2];
+                for ((padded, line), count) in padded.iter_mut().zip(lines).zip(counts) {
+                    for (index, to) in padded.0.chunks_exact_mut(NUMBERS).take(count).enumerate() {
+                        let from = line.add(index * all.line + whole * NUMBERS);
+                        to[..rest].copy_from_slice(std::slice::from_raw_parts(from, rest));
+                    }
+                }
+                let [first, second] = &padded;
+                let lhs = all.lhs.add(whole * squares * SQUARE_WORDS);
+                add_tiles::<TWO>([first.0.as_ptr(), second.0.as_ptr()], BYTES, lhs);
+            }
+            let store = |half: usize, square: usize| {
+                transpose_square(turned.cast(), BYTES, sums(half, square), all.stride);
+            };
+            asm!("tilestored [{0} + {1}*1], tmm0", in(reg) turned, in(reg) BYTES, options(nostack));
+            store(0, 0);
+            asm!("tilestored [{0} + {1}*1], tmm2", in(reg) turned, in(reg) BYTES, options(nostack));
+            store(1, 0);
+            if TWO {
+                asm!("tilestored [{0} + {1}*1], tmm1", in(reg) turned, in(reg) BYTES, options(nostack));
+                store(0, 1);
+                asm!("tilestored [{0} + {1}*1], tmm3", in(reg) turned, in(reg) BYTES, options(nostack));
+                store(1, 1);
+            }
+        }
+    }
+
+    /// Sums of lines and rows, before they are those of rows and lines.
+    #[repr(align(64))]
+    struct Turned([f32; SQUARE_WORDS]);
+
+    /// The ends of lines, with zeros beyond them.
+    #[derive(Clone, Copy)]
+    #[repr(align(64))]
+    struct Padded([bf16; SQUARE * NUMBERS]);
+
+    /// Adds the products of two tiles of lines, so many bytes apart, and one or two squares.
+    #[inline(always)]
+    unsafe fn add_tiles<const TWO: bool>(
+        lines: [*const bf16; 2],
+        line: usize,
+        squares: *const f32,
+    ) {
+        // SAFETY: as promised by the caller of `block_of_lines`.
+        unsafe {
+            if TWO {
+                asm!(
+                    "tileloadd tmm6, [{squares} + {bytes}*1]",
+                    "tileloadd tmm4, [{above} + {line}*1]",
+                    "tileloadd tmm7, [{squares} + {bytes}*1 + 1024]",
+                    "tileloadd tmm5, [{below} + {line}*1]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    squares = in(reg) squares,
+                    bytes = in(reg) BYTES,
+                    above = in(reg) lines[0],
+                    below = in(reg) lines[1],
+                    line = in(reg) line,
+                    options(nostack, readonly)
+                );
+            } else {
+                asm!(
+                    "tileloadd tmm6, [{squares} + {bytes}*1]",
+                    "tileloadd tmm4, [{above} + {line}*1]",
+                    "tileloadd tmm5, [{below} + {line}*1]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    squares = in(reg) squares,
+                    bytes = in(reg) BYTES,
+                    above = in(reg) lines[0],
+                    below = in(reg) lines[1],
+                    line = in(reg) line,
+                    options(nostack, readonly)
+                );
+            }
+        }
     }
 
     by_tiles!(tiles, "tdpbf16ps");

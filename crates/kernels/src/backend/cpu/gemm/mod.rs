@@ -208,13 +208,21 @@ fn lines_of<A: Real>(
     }
     let first = rhs.start + columns.start * rhs.stride;
     let right = &values[first..first + (columns.len() - 1) * rhs.stride + lhs.depth];
-    let last_block = lhs.place(lhs.blocks.count() - 1, rows.start);
-    assert!(last_block + rows.len() * kernels::STRIDE <= lhs.data.len());
+    let left = match &lhs.squares {
+        // They are those of all rows, of which there is but one task.
+        Some(squares) if *rows == (0..lhs.rows) => squares.as_ptr(),
+        Some(_) => return None,
+        None => {
+            let last_block = lhs.place(lhs.blocks.count() - 1, rows.start);
+            assert!(last_block + rows.len() * kernels::STRIDE <= lhs.data.len());
+            lhs.data[lhs.place(0, rows.start)..].as_ptr()
+        }
+    };
     Some(Lines {
         rows: rows.len(),
         columns: columns.len(),
         numbers: lhs.depth,
-        lhs: lhs.data[lhs.place(0, rows.start)..].as_ptr().cast(),
+        lhs: left.cast(),
         block_words: lhs.blocks.words(0).len(),
         block_stride: lhs.place(1, 0),
         rhs: right.as_ptr(),
@@ -249,8 +257,8 @@ pub(crate) fn add_terms<A: Real>(
         if let Some(lines) = lines_of(lhs, *rhs, &rows, &columns) {
             let lines = Lines { sums: sums.as_mut_ptr().cast(), stride, first, ..lines };
             // SAFETY: the left side was packed for a kind that was found on this machine, with zeros beyond its depth;
-            // `lines_of` has looked at both sides, and the sums have room for whole panels, as asserted.
-            unsafe { lines.multiply() };
+            // `lines_of` has looked at both sides, and the sums have spare rows and room for whole panels, as asserted.
+            unsafe { lines.multiply(lhs.kind) };
             first = false;
             continue;
         }

@@ -77,6 +77,9 @@ pub(crate) struct Lhs<A> {
     pub(super) rows: usize,
     pub(super) depth: usize,
     pub(super) blocks: Blocks,
+    /// So few rows once more, as tiles of lines are multiplied by them.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) squares: Option<Scratch<A>>,
 }
 
 /// What is made of the elements of a line: `change(index of the first element, elements)`.
@@ -105,6 +108,7 @@ impl<A: Real> Lhs<A> {
                 pack_rows(kind, operand, depth, rows.clone(), blocks.words(block), change, target);
             }
         });
+        lhs.add_squares();
         lhs
     }
 
@@ -116,13 +120,44 @@ impl<A: Real> Lhs<A> {
             let target = &mut lhs.data[start..start + rows * STRIDE];
             pack_rows(kind, operand, depth, 0..rows, lhs.blocks.words(block), None, target);
         }
+        lhs.add_squares();
         lhs
     }
 
     fn empty(kind: Kind, rows: usize, depth: usize) -> Self {
         let blocks = Blocks::new(kind, depth);
         let data = Scratch::new(blocks.count() * (rows + SPARE_ROWS) * STRIDE);
-        Lhs { data, kind, rows, depth, blocks }
+        Lhs {
+            data,
+            kind,
+            rows,
+            depth,
+            blocks,
+            #[cfg(target_arch = "x86_64")]
+            squares: None,
+        }
+    }
+
+    /// Turns rows for tiles of lines, where products are by those.
+    fn add_squares(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        if self.kind == Kind::Tiles && self.kind.takes_lines(self.rows) {
+            const WORDS: usize = SQUARE * SQUARE;
+            let across = self.rows.div_ceil(SQUARE);
+            let mut squares = Scratch::new(across * SQUARE * self.blocks.words);
+            for (index, square) in squares.chunks_exact_mut(WORDS).enumerate() {
+                let (word, row) = (index / across * SQUARE, index % across * SQUARE);
+                let block = word / self.blocks.block;
+                let place = self.place(block, row) + word - self.blocks.words(block).start;
+                let source = &self.data[place..place + (SQUARE - 1) * STRIDE + SQUARE];
+                // SAFETY: rows as long as words are in the slice, and the square is one.
+                unsafe {
+                    let source = source.as_ptr().cast();
+                    transpose_square(source, 4 * STRIDE, square.as_mut_ptr(), SQUARE);
+                }
+            }
+            self.squares = Some(squares);
+        }
     }
 
     /// Where the words of a block start in row `row`.
