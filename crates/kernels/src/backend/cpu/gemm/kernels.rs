@@ -3,6 +3,8 @@
 //! Both sides are sequences of words along the inner dimension. A word is one number, or two
 //! neighbouring bf16 numbers for the kinds that multiply those in pairs.
 
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::backend::cpu::element::Real;
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::Level;
@@ -10,6 +12,12 @@ use crate::backend::cpu::simd::level;
 use candle_core::DType;
 #[cfg(target_arch = "x86_64")]
 use half::bf16;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use super::tiles::Configured;
+/// Nothing has to be configured here.
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) enum Configured {}
 
 /// Columns of a panel of the right side.
 pub(super) const PANEL: usize = 32;
@@ -71,46 +79,18 @@ impl Kind {
     }
 
     /// Makes this thread ready to multiply, for as long as the result lives.
-    pub(super) fn prepare(self) -> Prepared {
+    pub(super) fn prepare(self) -> Option<Configured> {
         match self {
             // SAFETY: tiles are chosen on machines that have them.
             #[cfg(target_arch = "x86_64")]
-            Kind::Tiles => unsafe { Prepared::with_tiles() },
-            _ => Prepared::default(),
+            Kind::Tiles => Some(unsafe { Configured::new() }),
+            _ => None,
         }
     }
 
     /// Words that are multiplied at a time at most: so many that a panel stays in the first cache.
     pub(super) fn block(self) -> usize {
         if self.is_bf16() { 320 } else { 256 }
-    }
-}
-
-/// A thread that is ready to multiply: if that is by tiles, their registers have their shapes.
-#[derive(Default)]
-pub(super) struct Prepared {
-    #[cfg(target_arch = "x86_64")]
-    tiles: bool,
-}
-
-#[cfg(target_arch = "x86_64")]
-impl Prepared {
-    /// # Safety
-    /// The machine must have tiles that this process may use.
-    pub(super) unsafe fn with_tiles() -> Self {
-        // SAFETY: as promised by the caller.
-        unsafe { x86::configure_tiles() };
-        Prepared { tiles: true }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-impl Drop for Prepared {
-    fn drop(&mut self) {
-        if self.tiles {
-            // SAFETY: as in `with_tiles`.
-            unsafe { x86::release_tiles() };
-        }
     }
 }
 
@@ -155,7 +135,7 @@ impl<A: Real> Panel<A> {
                 #[cfg(target_arch = "x86_64")]
                 Kind::Pairs => x86::pairs(panel),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Tiles => x86::tiles(panel),
+                Kind::Tiles => tiles::numbers(panel),
             }
         }
     }
@@ -205,7 +185,7 @@ impl Lines {
             match kind {
                 Kind::Plain => unreachable!("takes no lines"),
                 Kind::Pairs => x86::lines(self),
-                Kind::Tiles => x86::tiles_of_lines(self),
+                Kind::Tiles => tiles::lines(self),
             }
         }
     }
@@ -310,16 +290,12 @@ unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::byte_tiles;
-#[cfg(target_arch = "x86_64")]
 pub(crate) use x86::sum_registers;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::super::pack::{SQUARE, transpose_square};
-    use super::{Lines, PANEL, Panel, STRIDE, Vector, by_registers};
+    use super::{Lines, Panel, STRIDE, Vector, by_registers};
     use half::bf16;
-    use std::arch::asm;
     use std::arch::x86_64::*;
 
     #[derive(Clone, Copy)]
@@ -646,284 +622,6 @@ mod x86 {
         // SAFETY: as promised by the caller.
         unsafe { by_registers::<Narrow, 6, 2>(panel) }
     }
-
-    /// The shapes of the tile registers: 16 rows of 64 bytes each.
-    #[repr(C, align(64))]
-    struct TileConfig {
-        palette: u8,
-        start_row: u8,
-        reserved: [u8; 14],
-        bytes_in_row: [u16; 16],
-        rows: [u8; 16],
-    }
-
-    impl TileConfig {
-        /// Of whole tiles, but for those whose rows are `above` and `below` lines: the sums of the two halves of a block, and
-        /// the lines.
-        const fn new(above: u8, below: u8) -> Self {
-            TileConfig {
-                palette: 1,
-                start_row: 0,
-                reserved: [0; 14],
-                bytes_in_row: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
-                rows: [above, above, below, below, above, below, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
-            }
-        }
-
-        /// # Safety
-        /// The machine must have tiles that this process may use.
-        unsafe fn load(&self) {
-            // SAFETY: the tile registers belong to this thread alone.
-            unsafe { asm!("ldtilecfg [{}]", in(reg) self, options(nostack, readonly)) };
-        }
-    }
-
-    static TILES: TileConfig = TileConfig::new(16, 16);
-
-    /// # Safety
-    /// As [`TileConfig::load`].
-    pub(super) unsafe fn configure_tiles() {
-        // SAFETY: as promised by the caller.
-        unsafe { TILES.load() };
-    }
-
-    /// # Safety
-    /// As [`TileConfig::load`].
-    pub(super) unsafe fn release_tiles() {
-        // SAFETY: the tile registers belong to this thread alone.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
-    }
-
-    /// Blocks of 32 by 32 in four tiles, by an instruction that multiplies words of a left side with those of a right
-    /// one. It has no stable intrinsic.
-    macro_rules! by_tiles {
-        ($name:ident, $multiply:literal) => {
-            /// # Safety
-            /// As [`Panel::multiply`](super::Panel::multiply).
-            pub(in crate::backend::cpu::gemm) unsafe fn $name(panel: Panel<f32>) {
-                let Panel { words, rows, lhs, rhs, sums, stride, first } = panel;
-                // SAFETY: the tile registers belong to this thread alone; the caller promised the memory.
-                unsafe {
-                    for row in (0..rows).step_by(32) {
-                        let (lhs, sums) = (lhs.add(row * STRIDE), sums.add(row * stride));
-                        let sums_below = sums.add(16 * stride);
-                        if first {
-                            asm!(
-                                "tilezero tmm0",
-                                "tilezero tmm1",
-                                "tilezero tmm2",
-                                "tilezero tmm3",
-                                options(nostack, nomem)
-                            );
-                        } else {
-                            asm!(
-                                "tileloadd tmm0, [{top} + {stride}*1]",
-                                "tileloadd tmm1, [{top} + {stride}*1 + 64]",
-                                "tileloadd tmm2, [{below} + {stride}*1]",
-                                "tileloadd tmm3, [{below} + {stride}*1 + 64]",
-                                top = in(reg) sums,
-                                below = in(reg) sums_below,
-                                stride = in(reg) stride * 4,
-                                options(nostack, readonly)
-                            );
-                        }
-                        asm!(
-                            "2:",
-                            "tileloadd tmm6, [{rhs} + {rhs_stride}*1]",
-                            "tileloadd tmm4, [{top} + {lhs_stride}*1]",
-                            "tileloadd tmm7, [{rhs} + {rhs_stride}*1 + 64]",
-                            "tileloadd tmm5, [{below} + {lhs_stride}*1]",
-                            concat!($multiply, " tmm0, tmm4, tmm6"),
-                            concat!($multiply, " tmm1, tmm4, tmm7"),
-                            concat!($multiply, " tmm2, tmm5, tmm6"),
-                            concat!($multiply, " tmm3, tmm5, tmm7"),
-                            "add {top}, 64",
-                            "add {below}, 64",
-                            "add {rhs}, 2048",
-                            "dec {steps}",
-                            "jnz 2b",
-                            top = inout(reg) lhs => _,
-                            below = inout(reg) lhs.add(16 * STRIDE) => _,
-                            rhs = inout(reg) rhs => _,
-                            steps = inout(reg) words / 16 => _,
-                            lhs_stride = in(reg) STRIDE * 4,
-                            rhs_stride = in(reg) PANEL * 4,
-                            options(nostack, readonly)
-                        );
-                        asm!(
-                            "tilestored [{top} + {stride}*1], tmm0",
-                            "tilestored [{top} + {stride}*1 + 64], tmm1",
-                            "tilestored [{below} + {stride}*1], tmm2",
-                            "tilestored [{below} + {stride}*1 + 64], tmm3",
-                            top = in(reg) sums,
-                            below = in(reg) sums_below,
-                            stride = in(reg) stride * 4,
-                            options(nostack)
-                        );
-                    }
-                }
-            }
-        };
-    }
-
-    const SQUARE_WORDS: usize = SQUARE * SQUARE;
-
-    /// Lines in two tiles by one or two squares.
-    ///
-    /// # Safety
-    /// As [`Lines::multiply`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn tiles_of_lines(all: Lines) {
-        const BOTH: usize = 2 * SQUARE;
-        // SAFETY: as promised by the caller.
-        unsafe {
-            configure_tiles();
-            for column in (0..all.columns).step_by(BOTH) {
-                let count = (all.columns - column).min(BOTH);
-                // Where the second tile has no lines, it has those of the first once more.
-                let above = count.min(SQUARE);
-                let below = if count > SQUARE { count - SQUARE } else { above };
-                if count < BOTH {
-                    TileConfig::new(above as u8, below as u8).load();
-                }
-                let second = count.saturating_sub(1) / SQUARE * SQUARE;
-                if all.rows <= SQUARE {
-                    block_of_lines::<false>(all, [column, column + second], [above, below]);
-                } else {
-                    block_of_lines::<true>(all, [column, column + second], [above, below]);
-                }
-            }
-            release_tiles();
-        }
-    }
-
-    /// The lines from two columns on, in tiles 4 and 5, by the squares in tiles 6 and, where there are `TWO`, 7.
-    #[inline(always)]
-    unsafe fn block_of_lines<const TWO: bool>(all: Lines, columns: [usize; 2], counts: [usize; 2]) {
-        let squares = if TWO { 2 } else { 1 };
-        let whole = all.numbers / NUMBERS;
-        let mut turned = Turned([0.0; SQUARE_WORDS]);
-        let turned = turned.0.as_mut_ptr();
-        // SAFETY: as promised by the caller of `Lines::multiply`; sums have spare rows and whole panels.
-        unsafe {
-            let sums = |half: usize, square: usize| {
-                all.sums.add(square * SQUARE * all.stride + columns[half])
-            };
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                options(nostack, nomem)
-            );
-            if !all.first {
-                let load = |half, square| {
-                    transpose_square(sums(half, square).cast(), 4 * all.stride, turned, SQUARE);
-                    turned
-                };
-                asm!("tileloadd tmm0, [{0} + {1}*1]", in(reg) load(0, 0), in(reg) BYTES, options(nostack, readonly));
-                asm!("tileloadd tmm2, [{0} + {1}*1]", in(reg) load(1, 0), in(reg) BYTES, options(nostack, readonly));
-                if TWO {
-                    asm!("tileloadd tmm1, [{0} + {1}*1]", in(reg) load(0, 1), in(reg) BYTES, options(nostack, readonly));
-                    asm!("tileloadd tmm3, [{0} + {1}*1]", in(reg) load(1, 1), in(reg) BYTES, options(nostack, readonly));
-                }
-            }
-            let lines = columns.map(|column| all.rhs.add(column * all.line));
-            let mut ahead = lines[0].wrapping_add(2 * SQUARE * all.line).cast::<i8>();
-            for step in 0..whole {
-                // What the next block reads comes beside the work of this one, in the order in which it lies.
-                for line in 0..2 * SQUARE {
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line * BYTES));
-                }
-                ahead = ahead.wrapping_add(2 * SQUARE * BYTES);
-                let parts = lines.map(|line| line.add(step * NUMBERS));
-                add_tiles::<TWO>(parts, 2 * all.line, all.lhs.add(step * squares * SQUARE_WORDS));
-            }
-            let rest = all.numbers % NUMBERS;
-            if rest > 0 {
-                let mut padded = [Padded([bf16::ZERO; SQUARE * NUMBERS]); 2];
-                for ((padded, line), count) in padded.iter_mut().zip(lines).zip(counts) {
-                    for (index, to) in padded.0.chunks_exact_mut(NUMBERS).take(count).enumerate() {
-                        let from = line.add(index * all.line + whole * NUMBERS);
-                        to[..rest].copy_from_slice(std::slice::from_raw_parts(from, rest));
-                    }
-                }
-                let [first, second] = &padded;
-                let lhs = all.lhs.add(whole * squares * SQUARE_WORDS);
-                add_tiles::<TWO>([first.0.as_ptr(), second.0.as_ptr()], BYTES, lhs);
-            }
-            let store = |half: usize, square: usize| {
-                transpose_square(turned.cast(), BYTES, sums(half, square), all.stride);
-            };
-            asm!("tilestored [{0} + {1}*1], tmm0", in(reg) turned, in(reg) BYTES, options(nostack));
-            store(0, 0);
-            asm!("tilestored [{0} + {1}*1], tmm2", in(reg) turned, in(reg) BYTES, options(nostack));
-            store(1, 0);
-            if TWO {
-                asm!("tilestored [{0} + {1}*1], tmm1", in(reg) turned, in(reg) BYTES, options(nostack));
-                store(0, 1);
-                asm!("tilestored [{0} + {1}*1], tmm3", in(reg) turned, in(reg) BYTES, options(nostack));
-                store(1, 1);
-            }
-        }
-    }
-
-    /// Sums of lines and rows, before they are those of rows and lines.
-    #[repr(align(64))]
-    struct Turned([f32; SQUARE_WORDS]);
-
-    /// The ends of lines, with zeros beyond them.
-    #[derive(Clone, Copy)]
-    #[repr(align(64))]
-    struct Padded([bf16; SQUARE * NUMBERS]);
-
-    /// Adds the products of two tiles of lines, so many bytes apart, and one or two squares.
-    #[inline(always)]
-    unsafe fn add_tiles<const TWO: bool>(
-        lines: [*const bf16; 2],
-        line: usize,
-        squares: *const f32,
-    ) {
-        // SAFETY: as promised by the caller of `block_of_lines`.
-        unsafe {
-            if TWO {
-                asm!(
-                    "tileloadd tmm6, [{squares} + {bytes}*1]",
-                    "tileloadd tmm4, [{above} + {line}*1]",
-                    "tileloadd tmm7, [{squares} + {bytes}*1 + 1024]",
-                    "tileloadd tmm5, [{below} + {line}*1]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    squares = in(reg) squares,
-                    bytes = in(reg) BYTES,
-                    above = in(reg) lines[0],
-                    below = in(reg) lines[1],
-                    line = in(reg) line,
-                    options(nostack, readonly)
-                );
-            } else {
-                asm!(
-                    "tileloadd tmm6, [{squares} + {bytes}*1]",
-                    "tileloadd tmm4, [{above} + {line}*1]",
-                    "tileloadd tmm5, [{below} + {line}*1]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    squares = in(reg) squares,
-                    bytes = in(reg) BYTES,
-                    above = in(reg) lines[0],
-                    below = in(reg) lines[1],
-                    line = in(reg) line,
-                    options(nostack, readonly)
-                );
-            }
-        }
-    }
-
-    by_tiles!(tiles, "tdpbf16ps");
-    // Bytes with a sign on the left, without one on the right, and sums of 32 bits.
-    by_tiles!(byte_tiles, "tdpbsud");
 }
 
 #[cfg(target_arch = "aarch64")]

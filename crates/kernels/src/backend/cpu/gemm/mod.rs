@@ -16,6 +16,8 @@ mod kernels;
 mod pack;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use super::element::Real;
 #[cfg(target_arch = "x86_64")]
@@ -170,7 +172,7 @@ pub(crate) fn multiply<A: Real>(
     );
     assert!(rows.end <= lhs.rows && columns.end <= rhs.lines);
     assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
-    let _prepared = lhs.kind.prepare();
+    let _configured = lhs.kind.prepare();
     for block in 0..lhs.blocks.count() {
         for line in columns.clone().step_by(PANEL) {
             let panel = Panel {
@@ -273,7 +275,7 @@ pub(crate) fn add_terms<A: Real>(
                 words.clone(),
                 &mut panels,
             );
-            let _prepared = lhs.kind.prepare();
+            let _configured = lhs.kind.prepare();
             let left = &lhs.data[lhs.place(block, rows.start)..];
             for (panel, right) in panels.chunks_exact(words.len() * PANEL).enumerate() {
                 let panel = Panel {

@@ -3,9 +3,9 @@
 //! Words are four bytes of both sides: integers on the left, codes on the right, which are `C + 128` and have no sign; or
 //! two numbers of 16 bits, `C` on the right, for processors without products of bytes.
 
-use super::super::kernels::{PANEL, Prepared, STRIDE as WORDS};
+use super::super::kernels::{Configured, PANEL, STRIDE as WORDS};
 #[cfg(target_arch = "x86_64")]
-use super::super::kernels::{Panel as Words, byte_tiles};
+use super::super::{kernels::Panel as Words, tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::{Level, has_byte_tiles, has_vnni, level};
 use crate::quantized::int8::ZERO;
@@ -63,12 +63,12 @@ impl Kind {
     }
 
     /// Makes this thread ready to multiply, for as long as the result lives.
-    pub(super) fn prepare(self) -> Prepared {
+    pub(super) fn prepare(self) -> Option<Configured> {
         match self {
             // SAFETY: the kind is chosen on machines that have it.
             #[cfg(target_arch = "x86_64")]
-            Kind::Tiles => unsafe { Prepared::with_tiles() },
-            _ => Prepared::default(),
+            Kind::Tiles => Some(unsafe { Configured::new() }),
+            _ => None,
         }
     }
 }
@@ -98,7 +98,7 @@ impl Panel {
                 #[cfg(target_arch = "x86_64")]
                 Kind::Bytes => x86::bytes(self),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Tiles => byte_tiles(Words {
+                Kind::Tiles => tiles::bytes(Words {
                     words: self.words,
                     rows: self.rows,
                     lhs: self.lhs.cast(),

@@ -194,7 +194,7 @@ impl Product<'_> {
             let mut right = Scratch::<u32>::new(panels * PANEL * words.len());
             let (columns, part) = (columns.clone(), words.clone());
             pack::pack_panels(lhs.kind, self.rhs, self.side, lhs.depth, columns, part, &mut right);
-            let _prepared = lhs.kind.prepare();
+            let _configured = lhs.kind.prepare();
             for (index, right) in right.chunks_exact(words.len() * PANEL).enumerate() {
                 let integers = &mut integers[index.min(kept - 1) * of_panel..][..of_panel];
                 let panel = Panel {
