@@ -60,13 +60,14 @@ impl Kind {
     /// Whether so many rows are multiplied by lines of bf16 numbers as they are stored. The sums of a row are the same for
     /// any such number of rows.
     pub(crate) fn takes_lines(self, rows: usize) -> bool {
-        match self {
-            Kind::Plain => false,
+        let most = match self {
+            Kind::Plain => 0,
             #[cfg(target_arch = "x86_64")]
-            Kind::Pairs => rows <= ROWS_BY_LINES,
+            Kind::Pairs => ROWS_BY_LINES,
             #[cfg(target_arch = "x86_64")]
-            Kind::Tiles => rows <= ROWS_BY_TILES_OF_LINES,
-        }
+            Kind::Tiles => ROWS_BY_TILES_OF_LINES,
+        };
+        (1..=most).contains(&rows)
     }
 
     /// Up to how many rows a row's sums are the same beside any number of others, from one on.
