@@ -238,23 +238,27 @@ unsafe fn portable<A: Real>(panel: Panel<A>) {
     }
 }
 
-/// Some numbers in a register.
-trait Vector: Copy {
-    /// f32 numbers of a register, and words.
+/// Some words in a register, or as many sums.
+pub(super) trait Vector: Copy {
+    /// What words are multiplied as, and sums.
+    type Number;
+    /// Words of a register.
     const LANES: usize;
     unsafe fn zero() -> Self;
-    unsafe fn load(from: *const f32) -> Self;
-    unsafe fn splat(from: *const f32) -> Self;
-    unsafe fn store(self, to: *mut f32);
+    unsafe fn load(from: *const Self::Number) -> Self;
+    unsafe fn splat(from: *const Self::Number) -> Self;
+    unsafe fn store(self, to: *mut Self::Number);
     unsafe fn add(self, other: Self) -> Self;
-    /// `sum + a·b`
+    /// `sum + a·b`, word by word, with `a` of the left side and `b` of the right one.
     unsafe fn multiply_add(a: Self, b: Self, sum: Self) -> Self;
 }
 
 /// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers. The order of a sum is the same for
 /// all tiles.
 #[inline(always)]
-unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f32>) {
+pub(super) unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(
+    panel: Panel<V::Number>,
+) {
     let Panel { words, rows, lhs, rhs, sums: out, stride, first } = panel;
     // SAFETY: offsets stay inside what the caller of `Panel::multiply` promised.
     unsafe {
@@ -303,6 +307,7 @@ mod x86 {
     struct Wide(__m512);
 
     impl Vector for Wide {
+        type Number = f32;
         const LANES: usize = 16;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -335,6 +340,7 @@ mod x86 {
     struct WidePairs(__m512);
 
     impl Vector for WidePairs {
+        type Number = f32;
         const LANES: usize = 16;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -372,6 +378,7 @@ mod x86 {
     struct Narrow(__m256);
 
     impl Vector for Narrow {
+        type Number = f32;
         const LANES: usize = 8;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -634,6 +641,7 @@ mod neon {
     struct Neon(float32x4_t);
 
     impl Vector for Neon {
+        type Number = f32;
         const LANES: usize = 4;
         #[inline(always)]
         unsafe fn zero() -> Self {

@@ -65,13 +65,31 @@ impl Drop for Configured {
     }
 }
 
+/// Sets the four tiles of sums to zero.
+///
+/// # Safety
+/// The thread's tile registers must have their shapes.
+#[inline(always)]
+unsafe fn zero_sums() {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem)
+        );
+    }
+}
+
 /// Blocks of 32 by 32 in four tiles, by an instruction that multiplies words of a left side with those of a right
 /// one.
 macro_rules! by_tiles {
-    ($name:ident, $multiply:literal) => {
+    ($name:ident, $number:ty, $multiply:literal) => {
         /// # Safety
         /// As [`Panel::multiply`].
-        pub(super) unsafe fn $name(panel: Panel<f32>) {
+        pub(super) unsafe fn $name(panel: Panel<$number>) {
             let Panel { words, rows, lhs, rhs, sums, stride, first } = panel;
             // SAFETY: the tile registers belong to this thread alone; the caller promised the memory.
             unsafe {
@@ -79,13 +97,7 @@ macro_rules! by_tiles {
                     let (lhs, sums) = (lhs.add(row * STRIDE), sums.add(row * stride));
                     let sums_below = sums.add(16 * stride);
                     if first {
-                        asm!(
-                            "tilezero tmm0",
-                            "tilezero tmm1",
-                            "tilezero tmm2",
-                            "tilezero tmm3",
-                            options(nostack, nomem)
-                        );
+                        zero_sums();
                     } else {
                         asm!(
                             "tileloadd tmm0, [{top} + {stride}*1]",
@@ -137,9 +149,9 @@ macro_rules! by_tiles {
     };
 }
 
-by_tiles!(numbers, "tdpbf16ps");
+by_tiles!(numbers, f32, "tdpbf16ps");
 // Bytes with a sign on the left, without one on the right, and sums of 32 bits.
-by_tiles!(bytes, "tdpbsud");
+by_tiles!(bytes, i32, "tdpbsud");
 
 /// Lines as they are stored, in two tiles, by one or two squares.
 ///
@@ -155,11 +167,11 @@ pub(super) unsafe fn lines(all: Lines) {
             let count = (all.columns - column).min(BOTH);
             // Where the second tile has no lines, it has those of the first once more.
             let above = count.min(SQUARE);
-            let below = if count > SQUARE { count - SQUARE } else { above };
+            let (second, below) =
+                if count > SQUARE { (SQUARE, count - SQUARE) } else { (0, above) };
             if count < BOTH {
                 TileConfig::new(above as u8, below as u8).load();
             }
-            let second = count.saturating_sub(1) / SQUARE * SQUARE;
             if all.rows <= SQUARE {
                 block_of_lines::<false>(all, [column, column + second], [above, below]);
             } else {
@@ -180,13 +192,7 @@ unsafe fn block_of_lines<const TWO: bool>(all: Lines, columns: [usize; 2], count
     unsafe {
         let sums =
             |half: usize, square: usize| all.sums.add(square * SQUARE * all.stride + columns[half]);
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack, nomem)
-        );
+        zero_sums();
         if !all.first {
             macro_rules! load {
                 ($tile:literal, $half:literal, $square:literal) => {
@@ -265,35 +271,26 @@ struct Padded([bf16; SQUARE * NUMBERS]);
 unsafe fn add_tiles<const TWO: bool>(lines: [*const bf16; 2], line: usize, squares: *const f32) {
     // SAFETY: as promised by the caller of `block_of_lines`.
     unsafe {
+        asm!(
+            "tileloadd tmm6, [{squares} + {bytes}*1]",
+            "tileloadd tmm4, [{above} + {line}*1]",
+            "tileloadd tmm5, [{below} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            squares = in(reg) squares,
+            bytes = in(reg) BYTES,
+            above = in(reg) lines[0],
+            below = in(reg) lines[1],
+            line = in(reg) line,
+            options(nostack, readonly)
+        );
         if TWO {
             asm!(
-                "tileloadd tmm6, [{squares} + {bytes}*1]",
-                "tileloadd tmm4, [{above} + {line}*1]",
-                "tileloadd tmm7, [{squares} + {bytes}*1 + 1024]",
-                "tileloadd tmm5, [{below} + {line}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{square} + {bytes}*1]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                squares = in(reg) squares,
+                square = in(reg) squares.add(SQUARE_WORDS),
                 bytes = in(reg) BYTES,
-                above = in(reg) lines[0],
-                below = in(reg) lines[1],
-                line = in(reg) line,
-                options(nostack, readonly)
-            );
-        } else {
-            asm!(
-                "tileloadd tmm6, [{squares} + {bytes}*1]",
-                "tileloadd tmm4, [{above} + {line}*1]",
-                "tileloadd tmm5, [{below} + {line}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                squares = in(reg) squares,
-                bytes = in(reg) BYTES,
-                above = in(reg) lines[0],
-                below = in(reg) lines[1],
-                line = in(reg) line,
                 options(nostack, readonly)
             );
         }

@@ -3,15 +3,13 @@
 //! Words are four bytes of both sides: integers on the left, codes on the right, which are `C + 128` and have no sign; or
 //! two numbers of 16 bits, `C` on the right, for processors without products of bytes.
 
-use super::super::kernels::{Configured, PANEL, STRIDE as WORDS};
+use super::super::kernels::{Configured, PANEL, Panel, STRIDE};
 #[cfg(target_arch = "x86_64")]
-use super::super::{kernels::Panel as Words, tiles};
+use super::super::tiles;
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::{Level, has_byte_tiles, has_vnni, level};
 use crate::quantized::int8::ZERO;
 
-/// Words from one row of a packed left side to the next.
-pub(super) const STRIDE: usize = WORDS;
 /// Words that are multiplied at a time at most.
 pub(super) const BLOCK: usize = 320;
 
@@ -73,50 +71,28 @@ impl Kind {
     }
 }
 
-/// One product: `rows` of the left side, from `lhs` on and [`STRIDE`] words apart, by a panel `(words, PANEL)`. Sums
-/// `(rows, PANEL)` are added to, or set when `first`.
-#[derive(Clone, Copy)]
-pub(super) struct Panel {
-    pub words: usize,
-    pub rows: usize,
-    pub lhs: *const u32,
-    pub rhs: *const u32,
-    pub sums: *mut i32,
-    pub first: bool,
-}
-
-impl Panel {
-    /// # Safety
-    /// The thread must be prepared for `kind`, which the machine has. The left side and the sums must have `rows + SPARE_ROWS`
-    /// rows, the left side of `words` words, for tiles a multiple of 16, and the right side `words` times [`PANEL`] words. No
-    /// one else touches the sums.
-    #[inline(always)]
-    pub(super) unsafe fn multiply(self, kind: Kind) {
-        // SAFETY: as promised by the caller; the level says which instructions there are.
-        unsafe {
-            match kind {
+/// One product, whose words are those of the kind.
+///
+/// # Safety
+/// As of [`Panel::multiply`], with the kind of integers in the place of that of numbers.
+#[inline(always)]
+pub(super) unsafe fn multiply(panel: Panel<i32>, kind: Kind) {
+    // SAFETY: as promised by the caller; the level says which instructions there are.
+    unsafe {
+        match kind {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Bytes => x86::bytes(panel),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Tiles => tiles::bytes(panel),
+            Kind::Pairs => {
                 #[cfg(target_arch = "x86_64")]
-                Kind::Bytes => x86::bytes(self),
-                #[cfg(target_arch = "x86_64")]
-                Kind::Tiles => tiles::bytes(Words {
-                    words: self.words,
-                    rows: self.rows,
-                    lhs: self.lhs.cast(),
-                    rhs: self.rhs.cast(),
-                    sums: self.sums.cast(),
-                    stride: PANEL,
-                    first: self.first,
-                }),
-                Kind::Pairs => {
-                    #[cfg(target_arch = "x86_64")]
-                    match level() {
-                        Level::Baseline => portable(self),
-                        Level::Avx2 => x86::narrow_pairs(self),
-                        _ => x86::wide_pairs(self),
-                    }
-                    #[cfg(not(target_arch = "x86_64"))]
-                    portable(self);
+                match level() {
+                    Level::Baseline => portable(panel),
+                    Level::Avx2 => x86::narrow_pairs(panel),
+                    _ => x86::wide_pairs(panel),
                 }
+                #[cfg(not(target_arch = "x86_64"))]
+                portable(panel);
             }
         }
     }
@@ -124,19 +100,19 @@ impl Panel {
 
 /// The two numbers of a word.
 #[inline(always)]
-fn pair(word: u32) -> [i32; 2] {
-    [i32::from(word as i16), word as i32 >> 16]
+fn pair(word: i32) -> [i32; 2] {
+    [i32::from(word as i16), word >> 16]
 }
 
 /// # Safety
-/// As [`Panel::multiply`], for [`Kind::Pairs`].
-unsafe fn portable(panel: Panel) {
+/// As [`multiply`], for [`Kind::Pairs`].
+unsafe fn portable(panel: Panel<i32>) {
     const ROWS: usize = 4;
     for row in (0..panel.rows).step_by(ROWS) {
         let mut sums = [[0; PANEL]; ROWS];
         for word in 0..panel.words {
             // SAFETY: inside the right side, by the caller's promise.
-            let right = unsafe { &*panel.rhs.add(word * PANEL).cast::<[u32; PANEL]>() };
+            let right = unsafe { &*panel.rhs.add(word * PANEL).cast::<[i32; PANEL]>() };
             for (offset, sums) in sums.iter_mut().enumerate() {
                 // SAFETY: inside the left side with its spare rows.
                 let left = pair(unsafe { *panel.lhs.add((row + offset) * STRIDE + word) });
@@ -148,8 +124,9 @@ unsafe fn portable(panel: Panel) {
         }
         for (offset, sums) in sums.iter().enumerate() {
             // SAFETY: inside the sums with their spare rows, which are this call's alone.
-            let target =
-                unsafe { &mut *panel.sums.add((row + offset) * PANEL).cast::<[i32; PANEL]>() };
+            let target = unsafe {
+                &mut *panel.sums.add((row + offset) * panel.stride).cast::<[i32; PANEL]>()
+            };
             for (target, sum) in target.iter_mut().zip(sums) {
                 *target = if panel.first { *sum } else { target.wrapping_add(*sum) };
             }
@@ -159,68 +136,14 @@ unsafe fn portable(panel: Panel) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{PANEL, Panel, STRIDE};
+    use super::super::super::kernels::{Panel, Vector, by_registers};
     use std::arch::x86_64::*;
-
-    /// Some integers in a register.
-    trait Vector: Copy {
-        /// Words of a register.
-        const LANES: usize;
-        unsafe fn zero() -> Self;
-        unsafe fn splat(from: *const i32) -> Self;
-        unsafe fn load(from: *const i32) -> Self;
-        unsafe fn store(self, to: *mut i32);
-        /// `sum + right·left`, word by word.
-        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self;
-    }
-
-    /// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers.
-    #[inline(always)]
-    unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel) {
-        let Panel { words, rows, lhs, rhs, sums: out, first } = panel;
-        let (lhs, rhs) = (lhs.cast::<i32>(), rhs.cast::<i32>());
-        // SAFETY: offsets stay inside what the caller of `Panel::multiply` promised.
-        unsafe {
-            for row in (0..rows).step_by(M) {
-                let lhs = lhs.add(row * STRIDE);
-                for column in (0..PANEL).step_by(N * V::LANES) {
-                    let rhs = rhs.add(column);
-                    let out =
-                        |m: usize, n: usize| out.add((row + m) * PANEL + column + n * V::LANES);
-                    let mut sums = [[V::zero(); N]; M];
-                    if !first {
-                        for (m, sums) in sums.iter_mut().enumerate() {
-                            for (n, sum) in sums.iter_mut().enumerate() {
-                                *sum = V::load(out(m, n));
-                            }
-                        }
-                    }
-                    for word in 0..words {
-                        let mut right = [V::zero(); N];
-                        for (n, right) in right.iter_mut().enumerate() {
-                            *right = V::load(rhs.add(word * PANEL + n * V::LANES));
-                        }
-                        for (m, sums) in sums.iter_mut().enumerate() {
-                            let left = V::splat(lhs.add(m * STRIDE + word));
-                            for (sum, right) in sums.iter_mut().zip(right) {
-                                *sum = V::multiply_add(*sum, right, left);
-                            }
-                        }
-                    }
-                    for (m, sums) in sums.iter().enumerate() {
-                        for (n, sum) in sums.iter().enumerate() {
-                            sum.store(out(m, n));
-                        }
-                    }
-                }
-            }
-        }
-    }
 
     #[derive(Clone, Copy)]
     struct Bytes(__m512i);
 
     impl Vector for Bytes {
+        type Number = i32;
         const LANES: usize = 16;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -239,8 +162,12 @@ mod x86 {
             unsafe { _mm512_storeu_si512(to.cast(), self.0) }
         }
         #[inline(always)]
-        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
-            unsafe { Bytes(_mm512_dpbusd_epi32(sum.0, right.0, left.0)) }
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { Bytes(_mm512_add_epi32(self.0, other.0)) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(a: Self, b: Self, sum: Self) -> Self {
+            unsafe { Bytes(_mm512_dpbusd_epi32(sum.0, b.0, a.0)) }
         }
     }
 
@@ -248,6 +175,7 @@ mod x86 {
     struct WidePairs(__m512i);
 
     impl Vector for WidePairs {
+        type Number = i32;
         const LANES: usize = 16;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -266,8 +194,12 @@ mod x86 {
             unsafe { _mm512_storeu_si512(to.cast(), self.0) }
         }
         #[inline(always)]
-        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
-            unsafe { WidePairs(_mm512_add_epi32(sum.0, _mm512_madd_epi16(right.0, left.0))) }
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { WidePairs(_mm512_add_epi32(self.0, other.0)) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(a: Self, b: Self, sum: Self) -> Self {
+            unsafe { WidePairs(_mm512_add_epi32(sum.0, _mm512_madd_epi16(a.0, b.0))) }
         }
     }
 
@@ -275,6 +207,7 @@ mod x86 {
     struct NarrowPairs(__m256i);
 
     impl Vector for NarrowPairs {
+        type Number = i32;
         const LANES: usize = 8;
         #[inline(always)]
         unsafe fn zero() -> Self {
@@ -293,25 +226,29 @@ mod x86 {
             unsafe { _mm256_storeu_si256(to.cast(), self.0) }
         }
         #[inline(always)]
-        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
-            unsafe { NarrowPairs(_mm256_add_epi32(sum.0, _mm256_madd_epi16(right.0, left.0))) }
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { NarrowPairs(_mm256_add_epi32(self.0, other.0)) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(a: Self, b: Self, sum: Self) -> Self {
+            unsafe { NarrowPairs(_mm256_add_epi32(sum.0, _mm256_madd_epi16(a.0, b.0))) }
         }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) unsafe fn bytes(panel: Panel) {
+    pub(super) unsafe fn bytes(panel: Panel<i32>) {
         // SAFETY: as promised by the caller.
         unsafe { by_registers::<Bytes, 12, 2>(panel) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn wide_pairs(panel: Panel) {
+    pub(super) unsafe fn wide_pairs(panel: Panel<i32>) {
         // SAFETY: as promised by the caller.
         unsafe { by_registers::<WidePairs, 12, 2>(panel) }
     }
 
     #[target_feature(enable = "avx2,fma")]
-    pub(super) unsafe fn narrow_pairs(panel: Panel) {
+    pub(super) unsafe fn narrow_pairs(panel: Panel<i32>) {
         // SAFETY: as promised by the caller.
         unsafe { by_registers::<NarrowPairs, 6, 2>(panel) }
     }

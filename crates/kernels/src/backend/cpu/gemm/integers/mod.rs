@@ -12,14 +12,13 @@
 mod kernels;
 mod pack;
 
-use super::kernels::{PANEL, SPARE_ROWS};
+use super::kernels::{PANEL, Panel, SPARE_ROWS, STRIDE};
 use super::pack::Blocks;
 use crate::backend::cpu::element::{Real, Values, as_f32};
 use crate::backend::cpu::parallel::{Disjoint, run};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
 use crate::quantized::int8::{ByteRows, round_row};
-use kernels::{Panel, STRIDE};
 use std::ops::Range;
 
 pub(crate) use kernels::Kind;
@@ -200,14 +199,15 @@ impl Product<'_> {
                 let panel = Panel {
                     words: words.len(),
                     rows: rows.len(),
-                    lhs: lhs.words[lhs.place(block, rows.start)..].as_ptr(),
-                    rhs: right.as_ptr(),
+                    lhs: lhs.words[lhs.place(block, rows.start)..].as_ptr().cast(),
+                    rhs: right.as_ptr().cast(),
                     sums: integers.as_mut_ptr(),
+                    stride: PANEL,
                     first: block == 0,
                 };
                 // SAFETY: both sides were packed for this kind, which this machine has and the thread is prepared for, the left
                 // one with spare rows, and the sums have spare rows.
-                unsafe { panel.multiply(lhs.kind) };
+                unsafe { kernels::multiply(panel, lhs.kind) };
                 if blocks == 1 {
                     scale(index, integers, sums);
                 }
