@@ -1,111 +1,206 @@
 //! The numbers of codes one after the other, in registers of several.
 
 use super::View;
-use super::lines::Registers;
+use super::lines::{MOST_LANES, Registers, fill};
+use super::x86::Avx512;
+use crate::backend::cpu::Element;
 use crate::quantized::Levels;
+use half::bf16;
+use std::arch::x86_64::*;
 
 /// Bytes that the codes of a register are read with, of which they have `LANES·BITS / 8`.
 const BYTES: usize = 16;
 
+/// Groups whose scales are made ready at a time.
+const READY: usize = 4 * MOST_LANES;
+
+/// Numbers as they are stored.
+pub(super) trait Number<R: Registers>: Element<Acc = f32> {
+    /// # Safety
+    /// The machine needs the instructions, and there has to be room for as many numbers as lanes.
+    unsafe fn store(floats: R::Floats, to: *mut Self);
+    /// Two registers, one behind the other.
+    ///
+    /// # Safety
+    /// As of [`Self::store`], with room for both.
+    unsafe fn store_two(floats: [R::Floats; 2], to: *mut Self);
+}
+
+impl<R: Registers> Number<R> for f32 {
+    #[inline(always)]
+    unsafe fn store(floats: R::Floats, to: *mut f32) {
+        // SAFETY: as promised by the caller.
+        unsafe { R::store(floats, to) }
+    }
+    #[inline(always)]
+    unsafe fn store_two([first, second]: [R::Floats; 2], to: *mut f32) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            R::store(first, to);
+            R::store(second, to.add(R::LANES));
+        }
+    }
+}
+
+impl Number<Avx512> for bf16 {
+    #[inline(always)]
+    unsafe fn store(floats: __m512, to: *mut bf16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let numbers = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(floats));
+            _mm256_storeu_si256(to.cast(), numbers);
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_two([first, second]: [__m512; 2], to: *mut bf16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let numbers = _mm512_cvtne2ps_pbh(second, first);
+            _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(numbers));
+        }
+    }
+}
+
 /// Writes the numbers from element `start` on.
 ///
 /// # Safety
-/// The machine needs the registers' instructions.
+/// The machine needs the instructions of the registers and of [`Number::store`].
 #[inline(always)]
-pub(super) unsafe fn read<R: Registers>(view: &View, start: usize, out: &mut [f32]) {
-    view.for_each_group(
-        start,
-        out,
-        #[inline(always)]
-        |element, scaling, piece| {
-            // SAFETY: as promised by the caller.
-            let done = unsafe { by_levels::<R>(view, element, scaling, piece) };
-            if done < piece.len() {
-                view.read_group(element + done, scaling, &mut piece[done..]);
-            }
-        },
-    );
-}
-
-/// Writes as many of one group's numbers as fill registers, and says how many these are.
-///
-/// # Safety
-/// As of [`read`].
-#[inline(always)]
-unsafe fn by_levels<R: Registers>(
-    view: &View,
-    element: usize,
-    scaling: (f32, f32),
-    out: &mut [f32],
-) -> usize {
+pub(super) unsafe fn read<R: Registers, T: Number<R>>(view: &View, start: usize, out: &mut [T]) {
     macro_rules! by_registers {
-        ($bits:literal, $codes:ident => $level:expr) => {
-            by_registers::<R, $bits>(
-                view.codes,
-                element,
-                scaling,
-                #[inline(always)]
-                |$codes| $level,
+        ($bits:literal, $scaling:ident => $scaled:expr, ($with:ident, $codes:ident) => $number:expr) => {
+            for_each_group::<R, T>(
+                view,
+                start,
                 out,
+                #[inline(always)]
+                |element, $scaling, piece| {
+                    let $with = $scaled;
+                    by_registers::<R, T, $bits>(
+                        view.codes,
+                        element,
+                        #[inline(always)]
+                        |$codes| $number,
+                        piece,
+                    )
+                },
             )
         };
     }
     // SAFETY: as promised by the caller.
     unsafe {
-        match view.levels {
-            Levels::Table(table) => {
-                let table = R::load_table(table);
-                by_registers!(4, codes => R::look_up(table, codes))
-            }
-            Levels::E4m3 => 0,
-            Levels::Integers { bits, zero } => {
-                let zero = R::floats(f32::from(zero));
-                macro_rules! integers {
-                    ($bits:literal) => {
-                        by_registers!($bits, codes => R::subtract(R::converted(codes), zero))
-                    };
-                }
-                match bits {
-                    2 => integers!(2),
-                    3 => integers!(3),
-                    4 => integers!(4),
-                    5 => integers!(5),
-                    6 => integers!(6),
-                    _ => integers!(8),
-                }
-            }
+        macro_rules! integers {
+            ($bits:literal, $zero:expr) => {{
+                let zero = R::floats(f32::from($zero));
+                by_registers!(
+                    $bits,
+                    scaling => (R::floats(scaling.0), R::floats(scaling.1)),
+                    (scaling, codes) => {
+                        let level = R::subtract(R::converted(codes), zero);
+                        R::add(R::multiply(level, scaling.0), scaling.1)
+                    }
+                )
+            }};
         }
+        let levels = match view.levels {
+            Levels::Table(levels) => *levels,
+            Levels::Integers { bits: 4, zero } => {
+                let mut levels = [0.0; 16];
+                for (code, level) in levels.iter_mut().enumerate() {
+                    *level = code as f32 - f32::from(zero);
+                }
+                levels
+            }
+            Levels::Integers { bits, zero } => {
+                return match bits {
+                    2 => integers!(2, zero),
+                    3 => integers!(3, zero),
+                    5 => integers!(5, zero),
+                    6 => integers!(6, zero),
+                    _ => integers!(8, zero),
+                };
+            }
+            Levels::E4m3 => unreachable!("read without registers"),
+        };
+        let levels = R::load_table(&levels);
+        by_registers!(
+            4,
+            scaling => R::scale_table(levels, scaling.0, scaling.1),
+            (levels, codes) => R::look_up(levels, codes)
+        );
     }
 }
 
-/// As [`by_levels`], of codes of `BITS` bits that stand for `level(code)`.
+/// Calls `read(element, (scale, offset), piece)` for what each group has of the numbers from element `start` on. It says how
+/// many numbers it has written; the rest are written one by one.
 ///
 /// # Safety
 /// As of [`read`].
 #[inline(always)]
-unsafe fn by_registers<R: Registers, const BITS: usize>(
+unsafe fn for_each_group<R: Registers, T: Number<R>>(
+    view: &View,
+    start: usize,
+    out: &mut [T],
+    mut read: impl FnMut(usize, (f32, f32), &mut [T]) -> usize,
+) {
+    let (mut scales, mut offsets) = ([0.0; READY], [-0.0; READY]);
+    let (mut element, mut rest) = (start, out);
+    while !rest.is_empty() {
+        let first = element / view.group;
+        let count = ((element + rest.len()).div_ceil(view.group) - first).min(READY);
+        let filled = count.next_multiple_of(MOST_LANES);
+        let with_offsets = if view.has_offsets() { filled } else { 0 };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            fill::<R>(view, first, &mut scales[..filled], &mut offsets[..with_offsets]);
+        }
+        let mut end = (first + 1) * view.group;
+        for (scale, offset) in scales[..count].iter().zip(&offsets) {
+            let in_group = (end - element).min(rest.len());
+            let (piece, after) = std::mem::take(&mut rest).split_at_mut(in_group);
+            let done = read(element, (*scale, *offset), piece);
+            if done < piece.len() {
+                view.read_rest(element + done, (*scale, *offset), &mut piece[done..]);
+            }
+            (element, rest) = (end, after);
+            end += view.group;
+        }
+    }
+}
+
+/// Writes as many of one group's numbers as fill registers, of codes of `BITS` bits that stand for `number(code)`, and says
+/// how many these are.
+///
+/// # Safety
+/// As of [`read`].
+#[inline(always)]
+unsafe fn by_registers<R: Registers, T: Number<R>, const BITS: usize>(
     codes: &[u8],
     element: usize,
-    (scale, offset): (f32, f32),
-    level: impl Fn(R::Words) -> R::Floats,
-    out: &mut [f32],
+    number: impl Fn(R::Words) -> R::Floats,
+    out: &mut [T],
 ) -> usize {
-    if !(element * BITS).is_multiple_of(8) {
-        return 0;
-    }
     let each = R::LANES * BITS / 8;
-    let bytes = &codes[element * BITS / 8..];
-    let readable = match bytes.len().checked_sub(BYTES) {
-        Some(last) => last / each + 1,
-        None => 0,
-    };
-    let count = readable.min(out.len() / R::LANES);
+    let first = element * BITS / 8;
+    let mut count = out.len() / R::LANES;
+    // As many as can be read so.
+    let readable = codes.len().saturating_sub(first + BYTES - each) / each;
+    if !(element * BITS).is_multiple_of(8) {
+        count = 0;
+    } else if readable < count {
+        count = readable;
+    }
     // SAFETY: as promised by the caller, and as many bytes and numbers are there.
     unsafe {
-        let (scale, offset) = (R::floats(scale), R::floats(offset));
-        for (index, out) in out.chunks_exact_mut(R::LANES).take(count).enumerate() {
-            let codes = R::codes_in_order::<BITS>(bytes.as_ptr().add(index * each));
-            R::store(R::add(R::multiply(level(codes), scale), offset), out.as_mut_ptr());
+        let from = codes.as_ptr().add(first);
+        let numbers = |index: usize| number(R::codes_in_order::<BITS>(from.add(index * each)));
+        let out = out.as_mut_ptr();
+        let even = count / 2 * 2;
+        for index in (0..even).step_by(2) {
+            T::store_two([numbers(index), numbers(index + 1)], out.add(index * R::LANES));
+        }
+        if even < count {
+            T::store(numbers(even), out.add(even * R::LANES));
         }
     }
     count * R::LANES

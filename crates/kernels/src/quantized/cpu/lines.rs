@@ -61,6 +61,8 @@ pub(super) trait Registers {
     unsafe fn store(floats: Self::Floats, to: *mut f32);
     unsafe fn load_words(from: *const u32) -> Self::Words;
     unsafe fn load_table(from: &[f32; 16]) -> Self::Table;
+    /// Each `number·scale + offset`, rounded twice.
+    unsafe fn scale_table(table: Self::Table, scale: f32, offset: f32) -> Self::Table;
     /// `a·b + c`
     unsafe fn multiply_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
@@ -527,7 +529,12 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
 /// # Safety
 /// As of [`dots`].
 #[inline(always)]
-unsafe fn fill<R: Registers>(view: &View, first: usize, scales: &mut [f32], offsets: &mut [f32]) {
+pub(super) unsafe fn fill<R: Registers>(
+    view: &View,
+    first: usize,
+    scales: &mut [f32],
+    offsets: &mut [f32],
+) {
     match view.scales {
         ScalesView::F32(from, added) => {
             convert(

@@ -180,6 +180,12 @@ impl<'a> Elements<'a> {
         self.view.read(self.start + start, target);
     }
 
+    /// Writes the numbers from the one at `start` on, rounded to bf16, if there are instructions for it.
+    #[inline(always)]
+    pub(crate) fn read_bf16(self, start: usize, target: &mut [bf16]) -> bool {
+        self.view.read_bf16(self.start + start, target)
+    }
+
     /// Asks for the codes of a range, which may be beyond the end, ahead of their use.
     #[inline(always)]
     pub(crate) fn prefetch(self, start: usize, count: usize) {
@@ -292,6 +298,42 @@ impl<'a> View<'a> {
                 );
             },
         );
+    }
+
+    /// As [`Elements::read_bf16`].
+    #[inline(never)]
+    fn read_bf16(&self, start: usize, target: &mut [bf16]) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return x86::read_bf16(self, start, target);
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = (start, target);
+            false
+        }
+    }
+
+    /// Lanes of the registers that numbers are read with, if they are.
+    #[cfg(target_arch = "x86_64")]
+    fn registers(&self) -> Option<usize> {
+        let fills = match self.scales {
+            ScalesView::Blocks { .. } => (16..=BLOCK).contains(&self.group),
+            _ => true,
+        };
+        x86::lanes().filter(|_| fills && self.levels != Levels::E4m3)
+    }
+
+    /// Writes a few numbers of one group.
+    #[cfg(target_arch = "x86_64")]
+    #[cold]
+    #[inline(never)]
+    fn read_rest<T: Element>(&self, element: usize, scaling: (f32, f32), target: &mut [T]) {
+        const PIECE: usize = 64;
+        let mut wide = [T::Acc::ZERO; PIECE];
+        for (index, target) in target.chunks_mut(PIECE).enumerate() {
+            let wide = &mut wide[..target.len()];
+            self.read_group(element + index * PIECE, scaling, wide);
+            T::narrow(wide, target);
+        }
     }
 
     /// Calls `read(element, (scale, offset), piece)` for what each group has of the numbers from element `start` on.

@@ -190,6 +190,51 @@ fn registers_of_either_size_give_the_products() {
     }
 }
 
+/// As products of many rows read them, from and up to anywhere.
+#[test]
+fn numbers_are_rounded_as_each_is_alone() {
+    use crate::backend::cpu::Element;
+    use crate::quantized::cpu::Inputs;
+    use half::bf16;
+
+    let shape = (40, 768);
+    let mut read = 0;
+    for (name, matrix) in every_kind(shape) {
+        let inputs = Inputs::new(&matrix).unwrap();
+        let reads = inputs.read();
+        let view = reads.view().unwrap();
+        let all = shape.0 * shape.1;
+        for range in [0..all, 64..192, 48..49, 800..805, 32..4000, 30_000..all, 7..1000, all..all] {
+            let mut wide = vec![0f32; range.len()];
+            view.elements().read(range.start, &mut wide);
+            let (mut expected, mut found) =
+                (vec![bf16::ZERO; range.len()], vec![bf16::ONE; range.len()]);
+            bf16::narrow(&wide, &mut expected);
+            if view.elements().read_bf16(range.start, &mut found) {
+                read += 1;
+                assert!(found == expected, "{name} {range:?}");
+            }
+        }
+    }
+    assert!(read > 0 || !crate::backend::cpu::simd::prefers_bf16(), "no numbers were read");
+}
+
+/// However many there are, from those on that are multiplied together.
+#[test]
+fn rows_have_the_same_bits_beside_any_number_of_others() {
+    let (outer, inner, most) = (70, 768, 70);
+    for (name, matrix) in every_kind((outer, inner)) {
+        for dtype in [DType::BF16, DType::F32] {
+            let x = random(&[most, inner], 11).to_dtype(dtype).unwrap();
+            let all = values(&matmul::linear(&x, &matrix, None).unwrap());
+            for rows in [5, 16, 17, 32, 33] {
+                let some = matmul::linear(&x.narrow(0, 0, rows).unwrap(), &matrix, None).unwrap();
+                assert!(values(&some) == all[..rows * outer], "{name} {dtype:?} {rows}");
+            }
+        }
+    }
+}
+
 /// Scales are read a register at a time, of which a line has a part.
 #[test]
 fn what_is_not_finite_stays_in_its_line() {

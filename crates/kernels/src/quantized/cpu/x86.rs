@@ -3,7 +3,7 @@
 use super::lines::{Lines, MOST_LANES, Ordered, Registers, dots as dots_of};
 use super::{View, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
-use half::f16;
+use half::{bf16, f16};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -40,20 +40,36 @@ pub(super) fn read(view: &View, start: usize, out: &mut [f32]) -> bool {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
     fn avx512(view: &View, start: usize, out: &mut [f32]) {
         // SAFETY: the caller has the instructions.
-        unsafe { in_order::read::<Avx512>(view, start, out) }
+        unsafe { in_order::read::<Avx512, f32>(view, start, out) }
     }
     #[target_feature(enable = "avx2,fma,f16c")]
     fn avx2(view: &View, start: usize, out: &mut [f32]) {
         // SAFETY: the caller has the instructions.
-        unsafe { in_order::read::<Avx2>(view, start, out) }
+        unsafe { in_order::read::<Avx2, f32>(view, start, out) }
     }
     // SAFETY of both: the machine has these lanes.
-    match lanes() {
+    match view.registers() {
         Some(Avx512::LANES) => unsafe { avx512(view, start, out) },
         Some(_) => unsafe { avx2(view, start, out) },
         None => return false,
     }
     true
+}
+
+/// As [`View::read_bf16`], if there are instructions for it.
+#[inline(always)]
+pub(super) fn read_bf16(view: &View, start: usize, out: &mut [bf16]) -> bool {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    fn avx512(view: &View, start: usize, out: &mut [bf16]) {
+        // SAFETY: the caller has the instructions.
+        unsafe { in_order::read::<Avx512, bf16>(view, start, out) }
+    }
+    let takes = level() >= Level::Avx512Bf16 && view.registers().is_some();
+    if takes {
+        // SAFETY: the level says that the machine has the instructions.
+        unsafe { avx512(view, start, out) }
+    }
+    takes
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
@@ -159,6 +175,10 @@ impl Registers for Avx512 {
     #[inline(always)]
     unsafe fn load_table(from: &[f32; 16]) -> __m512 {
         unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+    #[inline(always)]
+    unsafe fn scale_table(table: __m512, scale: f32, offset: f32) -> __m512 {
+        unsafe { Self::add(Self::multiply(table, Self::floats(scale)), Self::floats(offset)) }
     }
     #[inline(always)]
     unsafe fn multiply_add(a: __m512, b: __m512, c: __m512) -> __m512 {
@@ -303,6 +323,14 @@ impl Registers for Avx2 {
     #[inline(always)]
     unsafe fn load_table(from: &[f32; 16]) -> (__m256, __m256) {
         unsafe { (_mm256_loadu_ps(from.as_ptr()), _mm256_loadu_ps(from[8..].as_ptr())) }
+    }
+    #[inline(always)]
+    unsafe fn scale_table((low, high): Self::Table, scale: f32, offset: f32) -> Self::Table {
+        unsafe {
+            let (scale, offset) = (Self::floats(scale), Self::floats(offset));
+            let low = Self::add(Self::multiply(low, scale), offset);
+            (low, Self::add(Self::multiply(high, scale), offset))
+        }
     }
     #[inline(always)]
     unsafe fn multiply_add(a: __m256, b: __m256, c: __m256) -> __m256 {

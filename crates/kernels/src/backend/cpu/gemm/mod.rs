@@ -235,6 +235,39 @@ fn lines_of<A: Real>(
     })
 }
 
+/// Adds a product by lines of bf16 numbers as they are stored, or sets it when `first`, where it is made so. Codes are brought
+/// into lines first where the sums are those of panels.
+#[cfg(target_arch = "x86_64")]
+fn add_lines<A: Real>(
+    lhs: &Lhs<A>,
+    rhs: Operand<A>,
+    rows: &Range<usize>,
+    columns: Range<usize>,
+    sums: &mut [A],
+    stride: usize,
+    first: bool,
+) -> bool {
+    if let Values::Quantized(_) = rhs.values {
+        if lhs.kind != Kind::Tiles || !rhs.along_depth || !lhs.kind.takes_lines(lhs.rows) {
+            return false;
+        }
+        return columns.clone().step_by(PANEL).all(|start| {
+            let some = start..columns.end.min(start + PANEL);
+            let unpacked = pack::unpack_lines(lhs.kind, rhs, lhs.depth, some.clone());
+            let lines = Operand::lines(Values::Bf16(pack::as_bf16_ref(&unpacked)), lhs.depth);
+            let sums = &mut sums[start - columns.start..];
+            add_lines(lhs, lines, rows, 0..some.len(), sums, stride, first)
+        });
+    }
+    let Some(lines) = lines_of(lhs, rhs, rows, &columns) else { return false };
+    assert!(sums.len() + stride > sum_count(rows.len(), stride));
+    let lines = Lines { sums: sums.as_mut_ptr().cast(), stride, first, ..lines };
+    // SAFETY: the left side was packed for a kind that was found on this machine, with zeros beyond its depth; `lines_of` has
+    // looked at both sides, and the sums have spare rows and room for whole panels, as the caller says.
+    unsafe { lines.multiply(lhs.kind) };
+    true
+}
+
 /// Sets a part of the sum of the terms, on this thread. `sums` has [`sum_count`] numbers.
 pub(crate) fn add_terms<A: Real>(
     terms: &[Term<A>],
@@ -256,11 +289,7 @@ pub(crate) fn add_terms<A: Real>(
         };
         assert!(rows.end <= lhs.rows);
         #[cfg(target_arch = "x86_64")]
-        if let Some(lines) = lines_of(lhs, *rhs, &rows, &columns) {
-            let lines = Lines { sums: sums.as_mut_ptr().cast(), stride, first, ..lines };
-            // SAFETY: the left side was packed for a kind that was found on this machine, with zeros beyond its depth;
-            // `lines_of` has looked at both sides, and the sums have spare rows and room for whole panels, as asserted.
-            unsafe { lines.multiply(lhs.kind) };
+        if add_lines(lhs, *rhs, &rows, columns.clone(), sums, stride, first) {
             first = false;
             continue;
         }

@@ -304,7 +304,7 @@ fn as_bf16<A: Real>(target: &mut [A]) -> &mut [bf16] {
 }
 
 /// As [`as_bf16`], to be read.
-fn as_bf16_ref<A: Real>(words: &[A]) -> &[bf16] {
+pub(super) fn as_bf16_ref<A: Real>(words: &[A]) -> &[bf16] {
     assert!(size_of::<A>() == 4);
     // SAFETY: as there.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), 2 * words.len()) }
@@ -330,7 +330,11 @@ fn read_bf16<A: Real>(values: Values<A>, start: usize, target: &mut [bf16]) {
     }
     match values {
         // So many that a call for them costs little beside what it does.
-        Values::Quantized(_) => read_rounded::<A, 256>(values, start, target),
+        Values::Quantized(numbers) => {
+            if !numbers.read_bf16(start, target) {
+                read_rounded::<A, 256>(values, start, target);
+            }
+        }
         _ => read_rounded::<A, 64>(values, start, target),
     }
 }
@@ -550,6 +554,17 @@ fn unpack<A: Real>(
         },
     );
     (unpacked, depths)
+}
+
+/// Whole lines of a quantised right side stored along the depth, in bf16 or as they are computed with.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn unpack_lines<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    lines: Range<usize>,
+) -> Scratch<A> {
+    unpack(kind, operand, depth, lines, 0..depth.div_ceil(per_word(kind))).0
 }
 
 /// Packs a word of as many whole panels of lines as there are instructions for it; returns how many.
