@@ -182,14 +182,12 @@ unsafe fn by_registers<R: Registers, T: Number<R>, const BITS: usize>(
 ) -> usize {
     let each = R::LANES * BITS / 8;
     let first = element * BITS / 8;
-    let mut count = out.len() / R::LANES;
     // As many as can be read so.
-    let readable = codes.len().saturating_sub(first + BYTES - each) / each;
-    if !(element * BITS).is_multiple_of(8) {
-        count = 0;
-    } else if readable < count {
-        count = readable;
-    }
+    let readable = match (element * BITS).is_multiple_of(8) {
+        true => codes.len().saturating_sub(first + BYTES - each) / each,
+        false => 0,
+    };
+    let count = readable.min(out.len() / R::LANES);
     // SAFETY: as promised by the caller, and as many bytes and numbers are there.
     unsafe {
         let from = codes.as_ptr().add(first);

@@ -121,10 +121,14 @@ impl<'a> Lines<'a> {
             false => group.trailing_zeros(),
         };
         let even = depth == group || group.is_power_of_two() && group >= 16;
-        let blocks =
-            !matches!(view.scales, ScalesView::Blocks { .. }) || (16..=BLOCK).contains(&group);
         let groups = depth / group.max(1);
-        (whole && even && blocks).then_some(Lines { view, start, depth, groups, shift })
+        (whole && even && view.blocks_fill_registers()).then_some(Lines {
+            view,
+            start,
+            depth,
+            groups,
+            shift,
+        })
     }
 
     pub(super) fn levels(&self) -> Levels {

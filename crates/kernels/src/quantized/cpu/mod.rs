@@ -183,7 +183,13 @@ impl<'a> Elements<'a> {
     /// Writes the numbers from the one at `start` on, rounded to bf16, if there are instructions for it.
     #[inline(always)]
     pub(crate) fn read_bf16(self, start: usize, target: &mut [bf16]) -> bool {
-        self.view.read_bf16(self.start + start, target)
+        #[cfg(target_arch = "x86_64")]
+        return x86::read_bf16(self.view, self.start + start, target);
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = (start, target);
+            false
+        }
     }
 
     /// Asks for the codes of a range, which may be beyond the end, ahead of their use.
@@ -300,26 +306,16 @@ impl<'a> View<'a> {
         );
     }
 
-    /// As [`Elements::read_bf16`].
-    #[inline(never)]
-    fn read_bf16(&self, start: usize, target: &mut [bf16]) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return x86::read_bf16(self, start, target);
-        #[cfg(not(target_arch = "x86_64"))]
-        {
-            let _ = (start, target);
-            false
-        }
+    /// Whether scales of blocks, if there are such, can be made a register at a time.
+    #[cfg(target_arch = "x86_64")]
+    fn blocks_fill_registers(&self) -> bool {
+        !matches!(self.scales, ScalesView::Blocks { .. }) || (16..=BLOCK).contains(&self.group)
     }
 
     /// Lanes of the registers that numbers are read with, if they are.
     #[cfg(target_arch = "x86_64")]
     fn registers(&self) -> Option<usize> {
-        let fills = match self.scales {
-            ScalesView::Blocks { .. } => (16..=BLOCK).contains(&self.group),
-            _ => true,
-        };
-        x86::lanes().filter(|_| fills && self.levels != Levels::E4m3)
+        x86::lanes().filter(|_| self.blocks_fill_registers() && self.levels != Levels::E4m3)
     }
 
     /// Writes a few numbers of one group.

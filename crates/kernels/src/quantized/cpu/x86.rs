@@ -56,7 +56,7 @@ pub(super) fn read(view: &View, start: usize, out: &mut [f32]) -> bool {
     true
 }
 
-/// As [`View::read_bf16`], if there are instructions for it.
+/// As [`Elements::read_bf16`](super::Elements::read_bf16).
 #[inline(always)]
 pub(super) fn read_bf16(view: &View, start: usize, out: &mut [bf16]) -> bool {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]

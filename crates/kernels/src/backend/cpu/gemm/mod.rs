@@ -194,7 +194,7 @@ pub(crate) fn multiply<A: Real>(
     }
 }
 
-/// A term as a product by lines as they are stored, where it is made so, but for where its sums are.
+/// A product by lines of bf16 numbers as they are stored, but for where its sums are, if there are such lines.
 #[cfg(target_arch = "x86_64")]
 fn lines_of<A: Real>(
     lhs: &Lhs<A>,
@@ -203,9 +203,7 @@ fn lines_of<A: Real>(
     columns: &Range<usize>,
 ) -> Option<Lines> {
     let Values::Bf16(values) = rhs.values else { return None };
-    // The number of all rows decides, so that a row's sums don't depend on how rows are cut into tasks.
-    let taken = A::DTYPE == DType::F32 && rhs.along_depth && lhs.kind.takes_lines(lhs.rows);
-    if !taken || rows.is_empty() || columns.is_empty() || lhs.depth == 0 {
+    if rows.is_empty() || columns.is_empty() || lhs.depth == 0 {
         return None;
     }
     let first = rhs.start + columns.start * rhs.stride;
@@ -247,8 +245,12 @@ fn add_lines<A: Real>(
     stride: usize,
     first: bool,
 ) -> bool {
+    // The number of all rows decides, so that a row's sums don't depend on how rows are cut into tasks.
+    if A::DTYPE != DType::F32 || !rhs.along_depth || !lhs.kind.takes_lines(lhs.rows) {
+        return false;
+    }
     if let Values::Quantized(_) = rhs.values {
-        if lhs.kind != Kind::Tiles || !rhs.along_depth || !lhs.kind.takes_lines(lhs.rows) {
+        if lhs.kind != Kind::Tiles {
             return false;
         }
         return columns.clone().step_by(PANEL).all(|start| {
