@@ -88,6 +88,18 @@ pub(crate) fn has_vnni() -> bool {
     level() >= Level::Avx512 && is_x86_feature_detected!("avx512vnni")
 }
 
+/// Whether it has those and what puts codes of fewer bits into bytes (VBMI).
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_byte_dots() -> bool {
+    has_vnni() && is_x86_feature_detected!("avx512vbmi")
+}
+
+/// Whether the machine has dot products of bytes in registers of 256 bits, by AVX's instructions.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_narrow_byte_dots() -> bool {
+    level() >= Level::Avx2 && is_x86_feature_detected!("avxvnni")
+}
+
 /// Whether the machine has tiles of bytes beside those of bf16.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_byte_tiles() -> bool {

@@ -44,15 +44,15 @@ impl<'a, A: Real> Rows<'a, A> {
             let lines = matrices
                 .filter(|matrix| matrix.byte_rows().is_none())
                 .filter_map(|matrix| Lines::of(matrix, depth));
-            let lanes = lines.clone().next().and_then(|_| super::x86::lanes());
+            let way = lines.clone().next().and_then(|_| super::x86::way());
             let stored = match stored {
                 Values::Bf16(stored) => Some(stored),
                 _ => None,
             };
-            as_f32(x).zip(lanes).map(|(x, lanes)| {
+            as_f32(x).zip(way).map(|(x, way)| {
                 vectorize(
                     #[inline(always)]
-                    || Ordered::new(rows, depth, (x, stored), lanes, lines),
+                    || Ordered::new(rows, depth, (x, stored), way, lines),
                 )
             })
         };

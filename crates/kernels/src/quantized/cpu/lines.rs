@@ -1,8 +1,8 @@
 //! Dot products of a few rows with lines of codes, in registers of several numbers.
 //!
-//! Lines are read in pieces of four codes for each lane of a register (`pairs.rs` has eight, too): lane `l` of field `k`
-//! is element `4·l + k` of its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the
-//! rows in the same order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
+//! Lines are read in pieces of four codes for each lane of a register (`pairs.rs` and `digits.rs` have eight, too): lane `l`
+//! of field `k` is element `4·l + k` of its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`]
+//! has the rows in the same order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
 //!
 //! ```text
 //! total[l] += scale[group of l] · Σ_k level(code[4·l + k]) · x[4·l + k]
@@ -10,6 +10,7 @@
 //!
 //! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
 
+use super::digits::{By, OrderedDigits};
 use super::pairs::{self, OrderedPairs};
 use super::{Elements, ScalesView, View, e4m3, e8m0};
 use crate::backend::cpu::scratch::Scratch;
@@ -34,6 +35,9 @@ const AHEAD: usize = 8192;
 /// Scales and as many offsets that are made ready at a time, or those of a line where it has more.
 const READY: usize = 2048;
 
+/// Registers whose lanes are summed together.
+pub(super) const SUMMED: usize = 4;
+
 /// Pieces whose scales are read together: those of a register, where a lane has a quarter of a group.
 const TOGETHER: usize = 4;
 
@@ -55,6 +59,8 @@ pub(super) trait Registers {
     /// Whether they are looked up by one instruction, which is fewer than it takes to make floats of codes.
     const LOOKS_UP_AT_ONCE: bool;
 
+    /// Calls what is compiled for these registers, as a function of its own.
+    unsafe fn call(f: impl FnOnce());
     unsafe fn zeros() -> Self::Floats;
     unsafe fn floats(number: f32) -> Self::Floats;
     unsafe fn load(from: *const f32) -> Self::Floats;
@@ -68,7 +74,8 @@ pub(super) trait Registers {
     unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn subtract(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    unsafe fn sum(floats: Self::Floats) -> f32;
+    /// The sum of each one's lanes.
+    unsafe fn sums(floats: &[Self::Floats; SUMMED]) -> [f32; SUMMED];
     unsafe fn shift_left(words: Self::Words, bits: u32) -> Self::Words;
     unsafe fn shift_right(words: Self::Words, bits: u32) -> Self::Words;
     /// With copies of the sign.
@@ -176,28 +183,36 @@ impl<'a> Lines<'a> {
     }
 }
 
+/// The registers that rows are ordered for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Way {
+    pub lanes: usize,
+    /// By what codes that are integers are multiplied, if not as numbers.
+    pub digits: Option<By>,
+}
+
 /// Rows in the order in which codes are unpacked.
 pub(super) struct Ordered {
     rows: usize,
     depth: usize,
     lanes: usize,
-    /// `(rows, stride)`, whole pieces with zeros at the end; nothing where all matrices are multiplied by pairs.
+    /// `(rows, stride)`, whole pieces with zeros at the end; nothing where all matrices are multiplied by pairs or digits.
     x: Scratch<f32>,
     stride: usize,
     pairs: Option<OrderedPairs>,
+    digits: Vec<OrderedDigits>,
     /// For sizes of groups, the sums of every row's groups, padded with zeros to whole registers.
     sums: Vec<(usize, Scratch<f32>)>,
 }
 
 impl Ordered {
-    /// `x` `(rows, depth)`, also in bf16 where that is what is stored, for registers of `lanes` and products with these
-    /// matrices.
+    /// `x` `(rows, depth)`, also in bf16 where that is what is stored, for products with these matrices.
     #[inline(always)]
     pub(super) fn new<'m>(
         rows: usize,
         depth: usize,
         (x, stored): (&[f32], Option<&[bf16]>),
-        lanes: usize,
+        Way { lanes, digits: by }: Way,
         matrices: impl Iterator<Item = Lines<'m>> + Clone,
     ) -> Self {
         assert!(rows <= FEW_ROWS && x.len() == rows * depth);
@@ -208,8 +223,22 @@ impl Ordered {
         let pairs = stored.map(|stored| OrderedPairs::new(depth, stored, paired));
         let piece = FIELDS * lanes;
         let stride = depth.next_multiple_of(piece);
-        let all_by_pairs = matrices.clone().all(|matrix| takes_pairs(&matrix));
-        let read = if all_by_pairs { 0 } else { rows };
+        let mut digits: Vec<OrderedDigits> = Vec::new();
+        let mut read = 0;
+        for matrix in matrices.clone().filter(|matrix| !takes_pairs(matrix)) {
+            if digits.iter().any(|known| known.are_for(matrix)) {
+                continue;
+            }
+            // No closure, which would not be compiled for the machine's registers.
+            let ordered = match by {
+                Some(by) => OrderedDigits::new(depth, x, lanes, by, matrix),
+                None => None,
+            };
+            match ordered {
+                Some(ordered) => digits.push(ordered),
+                None => read = rows,
+            }
+        }
         let mut ordered = Scratch::zeros(read * stride);
         for row in 0..read {
             let ordered = &mut ordered[row * stride..][..stride];
@@ -241,7 +270,7 @@ impl Ordered {
             }
             sums.push((group, of_groups));
         }
-        Ordered { rows, depth, lanes, x: ordered, stride, pairs, sums }
+        Ordered { rows, depth, lanes, x: ordered, stride, pairs, digits, sums }
     }
 
     pub(super) fn lanes(&self) -> usize {
@@ -251,6 +280,11 @@ impl Ordered {
     /// What the matrix is multiplied by, if that is by pairs.
     pub(super) fn pairs_for(&self, matrix: Lines) -> Option<&OrderedPairs> {
         self.pairs.as_ref().filter(|_| pairs::takes_pairs(matrix))
+    }
+
+    /// What the matrix is multiplied by, if that is by digits.
+    pub(super) fn digits_for(&self, matrix: Lines) -> Option<&OrderedDigits> {
+        self.digits.iter().find(|digits| digits.are_for(matrix))
     }
 
     /// The sums over the groups of a matrix that has offsets.
@@ -263,16 +297,20 @@ impl Ordered {
 
 /// A product of a few rows and some lines.
 struct Task<'a> {
+    rows: usize,
     /// The rows' sums over groups; empty where nothing is added to them.
     sums: &'a [f32],
     matrix: Lines<'a>,
-    /// The first of all lines, and how many there are.
-    first: usize,
+    /// How many lines there are.
     count: usize,
 }
 
 /// Scales and offsets of some lines' groups, which are counted from the first line's first on.
 trait Scaling<R: Registers> {
+    /// Before those of a line of `groups` are read, of which this is the first.
+    #[inline(always)]
+    fn begin_line(&self, _first: usize, _groups: usize) {}
+
     /// The scales of as many groups as lanes from `group` on. What is beyond the last one has no meaning.
     ///
     /// # Safety
@@ -290,9 +328,17 @@ trait Scaling<R: Registers> {
 struct Ready<'a> {
     scales: &'a [f32],
     offsets: &'a [f32],
+    view: &'a View<'a>,
+    /// From which group on those are that will be made ready next.
+    next: usize,
 }
 
 impl<R: Registers> Scaling<R> for Ready<'_> {
+    #[inline(always)]
+    fn begin_line(&self, first: usize, groups: usize) {
+        self.view.prefetch_scales(self.next + first, groups);
+    }
+
     #[inline(always)]
     unsafe fn scales(&self, group: usize) -> R::Floats {
         // SAFETY: as promised by the caller.
@@ -306,47 +352,78 @@ impl<R: Registers> Scaling<R> for Ready<'_> {
     }
 }
 
-/// As they are stored, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
-struct InPlace<'a, R: Registers> {
-    scales: ScalesView<'a>,
+/// As they are stored in f16, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
+struct Halves<'a> {
+    scales: &'a [f16],
+    offsets: &'a [f16],
     /// The first line's first group.
     first: usize,
-    /// `log2` of the groups of a block, if there are blocks.
+    /// Of how many groups ahead they are asked for.
+    ahead: usize,
+}
+
+impl Halves<'_> {
+    /// # Safety
+    /// As of [`Scaling::scales`].
+    #[inline(always)]
+    unsafe fn read<R: Registers>(&self, numbers: &[f16], group: usize) -> R::Floats {
+        let group = self.first + group;
+        debug_assert!(group + R::LANES <= numbers.len());
+        let from = numbers.as_ptr().wrapping_add(group);
+        prefetch(from.wrapping_add(self.ahead).cast::<u8>());
+        // SAFETY: as promised by the caller.
+        unsafe { R::halves(from) }
+    }
+}
+
+impl<R: Registers> Scaling<R> for Halves<'_> {
+    #[inline(always)]
+    unsafe fn scales(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe { self.read::<R>(self.scales, group) }
+    }
+
+    #[inline(always)]
+    unsafe fn offsets(&self, group: usize) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe { self.read::<R>(self.offsets, group) }
+    }
+}
+
+/// As they are stored for blocks, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
+struct OfBlocks<'a, R: Registers> {
+    scales: (&'a [u8], &'a [f16]),
+    signed: bool,
+    offsets: (&'a [u8], &'a [f16]),
+    /// The first line's first group.
+    first: usize,
+    /// Of how many groups ahead they are asked for.
+    ahead: usize,
+    /// `log2` of the groups of a block.
     shift: u32,
     /// In which block each lane's group is, counted from the first lane's.
     blocks: R::Words,
 }
 
-impl<'a, R: Registers> InPlace<'a, R> {
-    /// # Safety
-    /// As of [`dots`].
-    #[inline(always)]
-    unsafe fn new(matrix: Lines<'a>, first_line: usize) -> Self {
-        let (view, first) = (matrix.view, matrix.group(first_line));
-        let shift = groups_of_block(view.group).checked_ilog2().unwrap_or(0);
-        // SAFETY: as promised by the caller; there is a number for every lane.
-        let blocks = unsafe { R::shift_right(R::load_words(COUNTED.as_ptr()), shift) };
-        InPlace { scales: view.scales, first, shift, blocks }
-    }
-
+impl<R: Registers> OfBlocks<'_, R> {
     /// # Safety
     /// As of [`Scaling::scales`].
     #[inline(always)]
-    unsafe fn of_blocks(
+    unsafe fn read(
         &self,
-        codes: &[u8],
+        (codes, large): (&[u8], &[f16]),
         signed: bool,
-        large: &[f16],
         group: usize,
     ) -> R::Floats {
         let group = self.first + group;
         let block = group >> self.shift;
         debug_assert!(group + R::LANES <= codes.len() && block + R::LANES <= large.len());
+        let (codes, large) =
+            (codes.as_ptr().wrapping_add(group), large.as_ptr().wrapping_add(block));
+        prefetch(codes.wrapping_add(self.ahead));
+        prefetch(large.wrapping_add(self.ahead >> self.shift).cast::<u8>());
         // SAFETY: as promised by the caller.
-        unsafe {
-            let (codes, large) = (codes.as_ptr().add(group), large.as_ptr().add(block));
-            of_blocks::<R>(codes, signed, large, self.blocks)
-        }
+        unsafe { of_blocks::<R>(codes, signed, large, self.blocks) }
     }
 }
 
@@ -365,47 +442,40 @@ unsafe fn of_blocks<R: Registers>(
     unsafe { R::multiply(R::permute(R::halves(large), blocks), R::bytes(codes, signed)) }
 }
 
-impl<R: Registers> Scaling<R> for InPlace<'_, R> {
+impl<R: Registers> Scaling<R> for OfBlocks<'_, R> {
     #[inline(always)]
     unsafe fn scales(&self, group: usize) -> R::Floats {
         // SAFETY: as promised by the caller.
-        unsafe {
-            match self.scales {
-                ScalesView::F16(scales, _) => R::halves(scales.as_ptr().add(self.first + group)),
-                ScalesView::Blocks { scales, signed, large, .. } => {
-                    self.of_blocks(scales, signed, large, group)
-                }
-                _ => unreachable!("is made ready"),
-            }
-        }
+        unsafe { self.read(self.scales, self.signed, group) }
     }
 
     #[inline(always)]
     unsafe fn offsets(&self, group: usize) -> R::Floats {
         // SAFETY: as promised by the caller.
-        unsafe {
-            match self.scales {
-                ScalesView::F16(_, offsets) => R::halves(offsets.as_ptr().add(self.first + group)),
-                ScalesView::Blocks { offsets, large_offsets, .. } => {
-                    let number = self.of_blocks(offsets, false, large_offsets, group);
-                    R::multiply(number, R::floats(-1.0))
-                }
-                _ => unreachable!("is made ready"),
-            }
-        }
+        unsafe { R::multiply(self.read(self.offsets, false, group), R::floats(-1.0)) }
     }
 }
 
 /// Makes the products of a piece of codes.
 pub(super) trait Piece<R: Registers> {
-    const BITS: usize;
     /// Codes of a lane.
     const FIELDS: usize;
+    /// Whether all codes stand for finite numbers, so that any may stand behind a line, where rows have zeros.
+    const FINITE: bool;
+
+    /// Bits of a code.
+    fn bits(&self) -> usize;
+
+    /// Calls what is compiled for the instructions that this takes, as a function of its own.
+    ///
+    /// # Safety
+    /// The machine needs them.
+    unsafe fn call(f: impl FnOnce());
 
     /// Adds what every row has from piece `place`, whose codes are given.
     ///
     /// # Safety
-    /// As of [`dots`]; there are as many rows, pieces and codes.
+    /// As of [`dots`]; there are as many rows and pieces, and the codes of a piece, or [`MOST_BYTES`] where they are finite.
     unsafe fn add<const ROWS: usize>(
         &self,
         place: usize,
@@ -413,30 +483,6 @@ pub(super) trait Piece<R: Registers> {
         scale: R::Floats,
         totals: &mut [R::Floats; ROWS],
     );
-}
-
-/// A call with the number of rows as a constant.
-macro_rules! for_rows {
-    ($rows:expr, $constant:ident => $call:expr) => {
-        match $rows {
-            1 => {
-                const $constant: usize = 1;
-                $call
-            }
-            2 => {
-                const $constant: usize = 2;
-                $call
-            }
-            3 => {
-                const $constant: usize = 3;
-                $call
-            }
-            _ => {
-                const $constant: usize = FEW_ROWS;
-                $call
-            }
-        }
-    };
 }
 
 /// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
@@ -493,15 +539,41 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
     out: &mut [f32],
 ) {
     assert!(x.lanes == R::LANES && x.depth == matrix.depth);
-    // As many as `for_rows` has constants for.
     assert!((1..=FEW_ROWS).contains(&x.rows) && out.len() == x.rows * lines.len());
-    let task = Task { sums: x.sums(matrix), matrix, first: lines.start, count: lines.len() };
-    let in_place = matrix.with_scales_in_place(&lines);
+    let task = Task { rows: x.rows, sums: x.sums(matrix), matrix, count: lines.len() };
+    let of_line = x.depth * pieces.bits() / 8;
+    let codes = &matrix.view.codes[matrix.start * pieces.bits() / 8 + lines.start * of_line..];
+    // Of how many lines the codes can be read where they are.
+    let followed = match P::FINITE {
+        true => codes.len().saturating_sub(MOST_BYTES) / of_line,
+        false => lines.len(),
+    };
+    let in_place = matrix.with_scales_in_place(&lines).min(followed);
     if in_place > 0 {
-        // SAFETY: as promised by the caller, and these are such lines.
+        let (first, ahead) = (matrix.group(lines.start), lines.len() * matrix.groups);
+        let lines = (0..in_place, codes);
+        // SAFETY: as promised by the caller, and these are such lines; there is a number for every lane.
         unsafe {
-            let scaling = InPlace::<R>::new(matrix, lines.start);
-            for_rows!(x.rows, ROWS => by_lines::<R, P, ROWS>(&task, pieces, &scaling, 0..in_place, out));
+            match matrix.view.scales {
+                ScalesView::F16(scales, offsets) => {
+                    let scaling = Halves { scales, offsets, first, ahead };
+                    any_rows(&task, pieces, &scaling, lines, out);
+                }
+                ScalesView::Blocks { scales, signed, large, offsets, large_offsets } => {
+                    let shift = groups_of_block(matrix.view.group).trailing_zeros();
+                    let scaling = OfBlocks::<R> {
+                        scales: (scales, large),
+                        signed,
+                        offsets: (offsets, large_offsets),
+                        first,
+                        ahead,
+                        shift,
+                        blocks: R::shift_right(R::load_words(COUNTED.as_ptr()), shift),
+                    };
+                    any_rows(&task, pieces, &scaling, lines, out);
+                }
+                _ => unreachable!("they are made ready"),
+            }
         }
     }
     let rest = lines.len() - in_place;
@@ -515,15 +587,58 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
     for start in (in_place..lines.len()).step_by(batch) {
         let some = start..(start + batch).min(lines.len());
         let group = matrix.group(lines.start + start);
-        let filled = (some.len() * matrix.groups).next_multiple_of(MOST_LANES);
+        let of_some = some.len() * matrix.groups;
+        let filled = of_some.next_multiple_of(MOST_LANES);
         let offsets_filled = if task.sums.is_empty() { 0 } else { filled };
         let (now, added) = (&mut scales[..filled], &mut offsets[..offsets_filled]);
+        let of_lines = &codes[start * of_line..];
+        let copy: Vec<u8>;
+        let some = match some.end > followed {
+            true => {
+                copy = lengthened(&of_lines[..some.len() * of_line]);
+                (some, &copy[..])
+            }
+            false => (some, of_lines),
+        };
         // SAFETY: as promised by the caller; what is made ready ends with a register.
         unsafe {
             fill::<R>(matrix.view, group, now, added);
-            let scaling = Ready { scales: &scales, offsets: &offsets };
-            for_rows!(x.rows, ROWS => by_lines::<R, P, ROWS>(&task, pieces, &scaling, some, out));
+            let (view, next) = (matrix.view, group + of_some);
+            let scaling = Ready { scales: &scales, offsets: &offsets, view, next };
+            any_rows(&task, pieces, &scaling, some, out);
         }
+    }
+}
+
+/// As [`by_lines`], each number of rows by a function of its own: one for all is so large that compilers take minutes.
+///
+/// # Safety
+/// As of [`by_lines`].
+#[inline(always)]
+unsafe fn any_rows<R: Registers, P: Piece<R>>(
+    task: &Task,
+    numbers: &P,
+    scaling: &impl Scaling<R>,
+    lines: (Range<usize>, &[u8]),
+    out: &mut [f32],
+) {
+    macro_rules! by_lines {
+        ($rows:literal) => {
+            // SAFETY: as promised by the caller.
+            unsafe {
+                P::call(
+                    #[inline(always)]
+                    || by_lines::<R, P, $rows>(task, numbers, scaling, lines, out),
+                )
+            }
+        };
+    }
+    match task.rows {
+        1 => by_lines!(1),
+        2 => by_lines!(2),
+        3 => by_lines!(3),
+        FEW_ROWS => by_lines!(4),
+        rows => unreachable!("{rows} rows"),
     }
 }
 
@@ -696,6 +811,16 @@ fn register_of<'a, T: Copy + Default>(
     }
 }
 
+/// With [`MOST_BYTES`] behind them.
+#[cold]
+#[inline(never)]
+fn lengthened(codes: &[u8]) -> Vec<u8> {
+    let mut longer = Vec::with_capacity(codes.len() + MOST_BYTES);
+    longer.extend_from_slice(codes);
+    longer.resize(codes.len() + MOST_BYTES, 0);
+    longer
+}
+
 #[cold]
 #[inline(never)]
 fn filled_up<T: Copy + Default, const COUNT: usize>(from: &[T]) -> [T; COUNT] {
@@ -774,8 +899,19 @@ impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, K
 }
 
 impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R, BITS, KIND> {
-    const BITS: usize = BITS;
     const FIELDS: usize = FIELDS;
+    const FINITE: bool = KIND == INTEGERS;
+
+    #[inline(always)]
+    fn bits(&self) -> usize {
+        BITS
+    }
+
+    #[inline(always)]
+    unsafe fn call(f: impl FnOnce()) {
+        // SAFETY: as promised by the caller.
+        unsafe { R::call(f) }
+    }
 
     #[inline(always)]
     unsafe fn add<const ROWS: usize>(
@@ -806,7 +942,8 @@ impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R
     }
 }
 
-/// The dot products of `ROWS` rows with some lines of a task.
+/// The dot products of `ROWS` rows with some lines of a task, whose codes are given, with [`MOST_BYTES`] behind them where all are
+/// finite.
 ///
 /// # Safety
 /// As of [`dots`], and of [`Piece::add`] and [`Scaling::scales`] for all pieces and groups of the lines.
@@ -815,32 +952,36 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     task: &Task,
     numbers: &P,
     scaling: &impl Scaling<R>,
-    lines: Range<usize>,
+    (lines, codes): (Range<usize>, &[u8]),
     out: &mut [f32],
 ) {
     let matrix = task.matrix;
-    let Lines { view, depth, groups, shift, .. } = matrix;
+    let Lines { depth, groups, shift, .. } = matrix;
     let piece = P::FIELDS * R::LANES;
-    let bytes = piece * P::BITS / 8;
+    let bytes = piece * numbers.bits() / 8;
     debug_assert!(matrix.fits_fields(P::FIELDS));
     // Of each piece of some, the place of every lane's scale behind that of their first.
-    let places: [R::Words; TOGETHER] = std::array::from_fn(
-        #[inline(always)]
-        |place| {
-            let mut places = [0u32; MOST_LANES];
-            for (lane, of_lane) in places.iter_mut().enumerate() {
-                *of_lane = ((place * piece + P::FIELDS * lane) >> shift) as u32;
-            }
-            // SAFETY: as promised by the caller; there is a number for every lane.
-            unsafe { R::load_words(places.as_ptr()) }
-        },
-    );
-    let following = lines.len();
-    for (index, line) in lines.enumerate() {
-        view.prefetch_scales(matrix.group(task.first + line + following), groups);
+    // SAFETY: as promised by the caller; there is a number for every lane.
+    let mut places = unsafe { [R::load_words(COUNTED.as_ptr()); TOGETHER] };
+    for (place, of_lanes) in places.iter_mut().enumerate() {
+        let mut lanes = [0u32; MOST_LANES];
+        for (lane, of_lane) in lanes.iter_mut().enumerate() {
+            *of_lane = ((place * piece + P::FIELDS * lane) >> shift) as u32;
+        }
+        // SAFETY: as above.
+        *of_lanes = unsafe { R::load_words(lanes.as_ptr()) };
+    }
+    let of_line = depth * numbers.bits() / 8;
+    let behind = if P::FINITE { MOST_BYTES } else { 0 };
+    assert!(codes.len() >= lines.len() * of_line + behind);
+    let together = of_line / (TOGETHER * bytes);
+    let rest = (of_line - together * TOGETHER * bytes).div_ceil(bytes);
+    let mut room = None;
+    // SAFETY: as promised by the caller.
+    let mut sums = unsafe { [[R::zeros(); SUMMED]; ROWS] };
+    for (index, codes) in codes.chunks_exact(of_line).take(lines.len()).enumerate() {
         let first = index * groups;
-        let start = (matrix.start + (task.first + line) * depth) * P::BITS / 8;
-        let codes = &view.codes[start..][..depth * P::BITS / 8];
+        scaling.begin_line(first, groups);
         // SAFETY: as promised by the caller.
         let mut totals = unsafe { [R::zeros(); ROWS] };
         if !task.sums.is_empty() {
@@ -859,41 +1000,51 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
                 }
             }
         }
-        let mut some = codes.chunks_exact(TOGETHER * bytes);
-        let mut place = 0;
-        for codes in &mut some {
+        let mut from = codes.as_ptr();
+        for some in 0..together {
+            let place = some * TOGETHER;
             // SAFETY: as promised by the caller, with as many whole pieces.
             unsafe {
                 let scales = scaling.scales(first + ((place * piece) >> shift));
                 for (index, places) in places.iter().enumerate() {
-                    let from = codes.as_ptr().add(index * bytes);
+                    let from = from.add(index * bytes);
                     prefetch(from.wrapping_add(AHEAD));
                     numbers.add(place + index, from, R::permute(scales, *places), &mut totals);
                 }
+                from = from.add(TOGETHER * bytes);
             }
-            place += TOGETHER;
         }
-        let rest = some.remainder();
-        if !rest.is_empty() {
+        if rest > 0 {
+            let place = together * TOGETHER;
             let group = (place * piece) >> shift;
-            let mut room = None;
             // SAFETY: as promised by the caller; the last codes are brought to a whole piece, and the rows have zeros behind them.
             unsafe {
                 let scales = R::first(scaling.scales(first + group), groups - group);
-                for (index, codes) in rest.chunks(bytes).enumerate() {
-                    prefetch(codes.as_ptr().wrapping_add(AHEAD));
-                    let from = match codes.len() < bytes {
-                        true => room.insert(filled_up::<_, MOST_BYTES>(codes)).as_ptr(),
-                        false => codes.as_ptr(),
-                    };
-                    let scale = R::permute(scales, places[index]);
-                    numbers.add(place + index, from, scale, &mut totals);
+                for (index, places) in places.iter().enumerate().take(rest) {
+                    prefetch(from.wrapping_add(AHEAD));
+                    let mut piece = from;
+                    let left = codes.len() - (place + index) * bytes;
+                    if left < bytes && !P::FINITE {
+                        let codes = std::slice::from_raw_parts(from, left);
+                        piece = room.insert(filled_up::<_, MOST_BYTES>(codes)).as_ptr();
+                    }
+                    numbers.add(place + index, piece, R::permute(scales, *places), &mut totals);
+                    from = from.wrapping_add(bytes);
                 }
             }
         }
-        for (row, total) in totals.into_iter().enumerate() {
-            // SAFETY: as promised by the caller.
-            out[row * task.count + line] = unsafe { R::sum(total) };
+        let slot = index % SUMMED;
+        for (sums, total) in sums.iter_mut().zip(totals) {
+            sums[slot] = total;
+        }
+        if slot + 1 == SUMMED || index + 1 == lines.len() {
+            let line = lines.start + index - slot;
+            for (row, totals) in sums.iter().enumerate() {
+                // SAFETY: as promised by the caller.
+                let sums = unsafe { R::sums(totals) };
+                let out = &mut out[row * task.count + line..][..slot + 1];
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum);
+            }
         }
     }
 }

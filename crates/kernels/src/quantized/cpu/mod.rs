@@ -1,5 +1,7 @@
 //! Matrices in fewer bits on the CPU: their numbers one after the other.
 
+#[cfg(target_arch = "x86_64")]
+mod digits;
 mod few_rows;
 #[cfg(target_arch = "x86_64")]
 mod in_order;
@@ -209,7 +211,7 @@ impl<'a> View<'a> {
 
     /// Asks for the scales and offsets of some groups, which may be beyond the end, ahead of their use.
     #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
+    #[inline(never)]
     fn prefetch_scales(&self, first: usize, count: usize) {
         #[inline(always)]
         fn ask_for<S>(scales: &[S], first: usize, count: usize) {

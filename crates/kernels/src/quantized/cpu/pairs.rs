@@ -167,8 +167,24 @@ const BYTES_OF_SIX_BITS: [u8; 2 * HALVES] = {
 };
 
 impl<const BITS: usize, const HALF: usize> Piece<Avx512> for Pairs<'_, BITS, HALF> {
-    const BITS: usize = BITS;
     const FIELDS: usize = 2 * HALF;
+    const FINITE: bool = false;
+
+    #[inline(always)]
+    fn bits(&self) -> usize {
+        BITS
+    }
+
+    #[inline(always)]
+    unsafe fn call(f: impl FnOnce()) {
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+        fn call(f: impl FnOnce()) {
+            f();
+        }
+        // SAFETY: as promised by the caller.
+        unsafe { call(f) }
+    }
 
     #[inline(always)]
     unsafe fn add<const ROWS: usize>(

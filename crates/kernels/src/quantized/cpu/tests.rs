@@ -124,15 +124,32 @@ fn products_are_those_with_the_numbers() {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn registers_of_either_size_give_the_products() {
-    use crate::backend::cpu::simd::{Level, level};
-    use crate::quantized::cpu::lines::{Lines, Ordered};
+    use crate::backend::cpu::simd::{Level, has_byte_dots, has_narrow_byte_dots, level};
+    use crate::quantized::cpu::digits::By;
+    use crate::quantized::cpu::lines::{Lines, Ordered, Way};
     use crate::quantized::cpu::{Inputs, x86};
     use half::bf16;
 
     // The last by pairs, where codes stand for numbers of bf16.
-    let ways = [(8, Level::Avx2, false), (16, Level::Avx512, false), (16, Level::Avx512Bf16, true)];
-    let ways = ways.into_iter().filter(|(_, needed, _)| level() >= *needed);
-    let ways: Vec<(usize, bool)> = ways.map(|(lanes, _, halves)| (lanes, halves)).collect();
+    let ways = [
+        (8, Level::Avx2, None, false),
+        (8, Level::Avx2, Some(By::Avx2), false),
+        (8, Level::Avx2, Some(By::AvxVnni), false),
+        (16, Level::Avx512, None, false),
+        (16, Level::Avx512, Some(By::Avx512Vnni), false),
+        (16, Level::Avx512Bf16, None, true),
+    ];
+    let there = |needed, digits| {
+        let digits_are = match digits {
+            None | Some(By::Avx2) => true,
+            Some(By::AvxVnni) => has_narrow_byte_dots(),
+            Some(By::Avx512Vnni) => has_byte_dots(),
+        };
+        level() >= needed && digits_are
+    };
+    let ways = ways.into_iter().filter(|(_, needed, digits, _)| there(*needed, *digits));
+    let ways: Vec<(Way, bool)> =
+        ways.map(|(lanes, _, digits, halves)| (Way { lanes, digits }, halves)).collect();
     for (outer, inner) in [(37, 256), (64, 576), (16, 112), (9, 100), (3, 4096)] {
         let mut kinds = every_kind((outer, inner));
         let four_bits = Levels::Integers { bits: 4, zero: 8 };
@@ -152,14 +169,24 @@ fn registers_of_either_size_give_the_products() {
                 let halves = x.flatten_all().unwrap().to_vec1::<bf16>().unwrap();
                 let x: Vec<f32> = halves.iter().map(|x| x.to_f32()).collect();
                 let part = 2..outer;
-                for (lanes, with_halves) in ways.iter().copied() {
+                for (way, with_halves) in ways.iter().copied() {
                     let x = (&x[..], with_halves.then_some(&halves[..]));
-                    let ordered = Ordered::new(rows, inner, x, lanes, std::iter::once(lines));
+                    let ordered = Ordered::new(rows, inner, x, way, std::iter::once(lines));
                     let by_pairs = with_halves
                         && level() == Level::Avx512Bf16
                         && [4, 6].contains(&matrix.levels().bits())
                         && name != "nf4";
                     assert_eq!(ordered.pairs_for(lines).is_some(), by_pairs, "{name}");
+                    let bits = matrix.levels().bits();
+                    let table = matches!(matrix.levels(), Levels::Table(_));
+                    let integers = name != "nf4" && name != "fp8";
+                    let by_digits = match way.digits {
+                        None => false,
+                        Some(By::Avx2) => bits == 4 && integers && !table,
+                        Some(By::AvxVnni) => [4, 8].contains(&bits) && integers && name != "nvfp4",
+                        Some(By::Avx512Vnni) => integers,
+                    };
+                    assert_eq!(ordered.digits_for(lines).is_some(), by_digits, "{name}");
                     let mut out = vec![f32::NAN; rows * part.len()];
                     // SAFETY: the machine has the registers.
                     unsafe { x86::dots(&ordered, lines, part.clone(), &mut out) };
@@ -172,7 +199,7 @@ fn registers_of_either_size_give_the_products() {
                         let error = (f64::from(found) - exact).abs();
                         assert!(
                             error <= 4e-7 * size,
-                            "{name} {outer} {inner}, {lanes} lanes, row {row} of {rows}, line {line}: \
+                            "{name} {outer} {inner}, {way:?}, row {row} of {rows}, line {line}: \
                              {found} for {exact}"
                         );
                     }
@@ -187,6 +214,64 @@ fn registers_of_either_size_give_the_products() {
             _ => 2,
         };
         assert_eq!(multiplied, expected, "{outer} {inner}");
+    }
+}
+
+/// Rows of which neighbours differ by any factor, and the largest sums of products that codes can have.
+#[test]
+fn rows_of_any_size_give_the_products() {
+    let (outer, inner) = (6, 256);
+    let sizes = [1.0, -1.9999999, 1e30, -3e-30, 0.0, -0.0, 1e-40, 65504.0, -7e-7, 1.5e-38];
+    let mixed = |index: usize| sizes[index * index % 7] * (0.5 + (index % 11) as f32 / 20.0);
+    let rows = [
+        (0..inner).map(mixed).collect(),
+        vec![1.9999999; inner],
+        vec![-1.9999999; inner],
+        (0..inner).map(|index| sizes[index % sizes.len()]).collect(),
+        vec![1e-44; inner],
+    ];
+    let largest = |levels: Levels| {
+        let codes = Tensor::full(0xffu8, outer * inner * levels.bits() / 8, &Device::Cpu).unwrap();
+        let scales = Tensor::full(1f32, outer * inner / 32, &Device::Cpu).unwrap();
+        let scales = Scales::Plain { scales, offsets: None };
+        Quantized::new((outer, inner), levels, 32, codes, scales).unwrap()
+    };
+    let mut kinds = every_kind((outer, inner));
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for zero in [0, 1 << (bits - 1), 255] {
+            let matrix = largest(Levels::Integers { bits, zero });
+            kinds.push((format!("{bits} bits, zero {zero}"), matrix));
+        }
+    }
+    for (name, matrix) in kinds {
+        let dense = values(&matrix.dequantize(DType::F32).unwrap());
+        let multiplied = |x: Vec<f32>| {
+            let x = Tensor::from_vec(x, (1, inner), &Device::Cpu).unwrap();
+            values(&matmul::linear(&x, &matrix, None).unwrap())
+        };
+        for (row, x) in rows.iter().enumerate() {
+            for (line, found) in multiplied(x.clone()).into_iter().enumerate() {
+                let numbers = &dense[line * inner..][..inner];
+                let (mut exact, mut size) = (0.0, 0.0);
+                for (x, numbers) in x.chunks(8).zip(numbers.chunks(8)) {
+                    let most = |most: f64, x: &f32| most.max(f64::from(*x).abs());
+                    let of_numbers: f64 = numbers.iter().map(|number| number.abs()).sum();
+                    size += x.iter().fold(0.0, most) * of_numbers;
+                    exact += x.iter().zip(numbers).map(|(x, it)| f64::from(*x) * it).sum::<f64>();
+                }
+                // Products below 2^-126 may count as zero.
+                let error = (found - exact).abs();
+                assert!(
+                    error <= 1e-6 * size + 1e-36,
+                    "{name}, row {row}, line {line}: {found} for {exact}"
+                );
+            }
+        }
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = vec![1.0; inner];
+            x[100] = bad;
+            assert!(multiplied(x).iter().all(|found| !found.is_finite()), "{name} {bad}");
+        }
     }
 }
 

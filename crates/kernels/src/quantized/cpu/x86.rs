@@ -1,7 +1,7 @@
 //! The registers of AVX2 and AVX-512.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Registers, dots as dots_of};
-use super::{View, in_order, pairs};
+use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way, dots as dots_of};
+use super::{View, digits, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -16,6 +16,11 @@ pub(super) fn lanes() -> Option<usize> {
     }
 }
 
+/// How rows are multiplied, where there are registers for it.
+pub(super) fn way() -> Option<Way> {
+    lanes().map(|lanes| Way { lanes, digits: digits::By::best(lanes) })
+}
+
 /// As [`lines::dots`](super::lines::dots), with registers of as many lanes as `x` is ordered for.
 ///
 /// # Safety
@@ -26,6 +31,9 @@ pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: 
     unsafe {
         if let Some(halves) = x.pairs_for(matrix) {
             return pairs::dots(x, halves, matrix, lines, out);
+        }
+        if let Some(of_digits) = x.digits_for(matrix) {
+            return digits::dots(x, of_digits, matrix, lines, out);
         }
         match x.lanes() {
             Avx2::LANES => avx2(x, matrix, lines, out),
@@ -153,6 +161,16 @@ impl Registers for Avx512 {
     const LOOKS_UP_AT_ONCE: bool = true;
 
     #[inline(always)]
+    unsafe fn call(f: impl FnOnce()) {
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        fn call(f: impl FnOnce()) {
+            f();
+        }
+        unsafe { call(f) }
+    }
+
+    #[inline(always)]
     unsafe fn zeros() -> __m512 {
         unsafe { _mm512_setzero_ps() }
     }
@@ -197,8 +215,25 @@ impl Registers for Avx512 {
         unsafe { _mm512_sub_ps(a, b) }
     }
     #[inline(always)]
-    unsafe fn sum(floats: __m512) -> f32 {
-        unsafe { _mm512_reduce_add_ps(floats) }
+    unsafe fn sums(floats: &[__m512; SUMMED]) -> [f32; SUMMED] {
+        unsafe {
+            let [a, b, c, d] = *floats;
+            // Of each quarter, two lanes of each, and then one of each.
+            let (low, high) = (_mm512_shuffle_ps::<0x88>(a, b), _mm512_shuffle_ps::<0xdd>(a, b));
+            let ab = _mm512_add_ps(low, high);
+            let (low, high) = (_mm512_shuffle_ps::<0x88>(c, d), _mm512_shuffle_ps::<0xdd>(c, d));
+            let cd = _mm512_add_ps(low, high);
+            let (low, high) =
+                (_mm512_shuffle_ps::<0x88>(ab, cd), _mm512_shuffle_ps::<0xdd>(ab, cd));
+            let sums = _mm512_add_ps(low, high);
+            let high = _mm512_extractf32x8_ps::<1>(sums);
+            let sums = _mm256_add_ps(_mm512_castps512_ps256(sums), high);
+            let high = _mm256_extractf128_ps::<1>(sums);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(sums), high);
+            let mut out = [0.0; SUMMED];
+            _mm_storeu_ps(out.as_mut_ptr(), sums);
+            out
+        }
     }
     #[inline(always)]
     unsafe fn shift_left(words: __m512i, bits: u32) -> __m512i {
@@ -290,7 +325,7 @@ impl Registers for Avx512 {
     }
 }
 
-struct Avx2;
+pub(super) struct Avx2;
 
 // SAFETY of all: as the callers of a method promise.
 impl Registers for Avx2 {
@@ -299,6 +334,16 @@ impl Registers for Avx2 {
     type Words = __m256i;
     type Table = (__m256, __m256);
     const LOOKS_UP_AT_ONCE: bool = false;
+
+    #[inline(always)]
+    unsafe fn call(f: impl FnOnce()) {
+        #[inline(never)]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn call(f: impl FnOnce()) {
+            f();
+        }
+        unsafe { call(f) }
+    }
 
     #[inline(always)]
     unsafe fn zeros() -> __m256 {
@@ -349,12 +394,16 @@ impl Registers for Avx2 {
         unsafe { _mm256_sub_ps(a, b) }
     }
     #[inline(always)]
-    unsafe fn sum(floats: __m256) -> f32 {
+    unsafe fn sums(&[a, b, c, d]: &[__m256; SUMMED]) -> [f32; SUMMED] {
         unsafe {
-            let four =
-                _mm_add_ps(_mm256_castps256_ps128(floats), _mm256_extractf128_ps::<1>(floats));
-            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+            // Of each half, two lanes of each, and then one of each.
+            let (ab, cd) = (_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            let sums = _mm256_hadd_ps(ab, cd);
+            let high = _mm256_extractf128_ps::<1>(sums);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(sums), high);
+            let mut out = [0.0; SUMMED];
+            _mm_storeu_ps(out.as_mut_ptr(), sums);
+            out
         }
     }
     #[inline(always)]
