@@ -602,7 +602,7 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
         };
         // SAFETY: as promised by the caller; what is made ready ends with a register.
         unsafe {
-            fill::<R>(matrix.view, group, now, added);
+            fill_apart::<R>(matrix.view, group, now, added);
             let (view, next) = (matrix.view, group + of_some);
             let scaling = Ready { scales: &scales, offsets: &offsets, view, next };
             any_rows(&task, pieces, &scaling, some, out);
@@ -639,6 +639,25 @@ unsafe fn any_rows<R: Registers, P: Piece<R>>(
         3 => by_lines!(3),
         FEW_ROWS => by_lines!(4),
         rows => unreachable!("{rows} rows"),
+    }
+}
+
+/// As [`fill`], by a function of its own.
+///
+/// # Safety
+/// As of [`fill`].
+unsafe fn fill_apart<R: Registers>(
+    view: &View,
+    first: usize,
+    scales: &mut [f32],
+    offsets: &mut [f32],
+) {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        R::call(
+            #[inline(always)]
+            || fill::<R>(view, first, scales, offsets),
+        );
     }
 }
 
