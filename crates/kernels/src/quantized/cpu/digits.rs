@@ -560,7 +560,7 @@ where
     }
 }
 
-/// As [`lines::dots`](super::lines::dots), by digits.
+/// As [`x86::dots`](super::x86::dots), by digits.
 ///
 /// # Safety
 /// The digits have to be those that `ordered` has for the matrix, and the machine needs their instructions.

@@ -11,17 +11,16 @@
 //! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
 
 use super::digits::{By, OrderedDigits};
+use super::numbers::OrderedNumbers;
 use super::pairs::{self, OrderedPairs};
-use super::{Elements, ScalesView, View, e4m3, e8m0};
+use super::scaling::{Halves, OfBlocks, Ready, Scaling, fill_apart, groups_of_block};
+use super::{Elements, ScalesView, View};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::prefetch;
 use crate::matmul::few_rows::{FEW_ROWS, sum_lanes};
-use crate::quantized::{BLOCK, Levels, NESTED};
+use crate::quantized::Levels;
 use half::{bf16, f16};
 use std::ops::Range;
-
-/// Codes of a lane.
-const FIELDS: usize = 4;
 
 /// Lanes of a register at most.
 pub(super) const MOST_LANES: usize = 16;
@@ -40,11 +39,6 @@ pub(super) const SUMMED: usize = 4;
 
 /// Pieces whose scales are read together: those of a register, where a lane has a quarter of a group.
 const TOGETHER: usize = 4;
-
-/// What the codes are, as a constant for the compiler.
-const INTEGERS: u8 = 0;
-const TABLE: u8 = 1;
-const E4M3: u8 = 2;
 
 /// Registers of 32-bit lanes.
 ///
@@ -196,9 +190,8 @@ pub(super) struct Ordered {
     rows: usize,
     depth: usize,
     lanes: usize,
-    /// `(rows, stride)`, whole pieces with zeros at the end; nothing where all matrices are multiplied by pairs or digits.
-    x: Scratch<f32>,
-    stride: usize,
+    /// If some matrices are multiplied in no other way.
+    numbers: Option<OrderedNumbers>,
     pairs: Option<OrderedPairs>,
     digits: Vec<OrderedDigits>,
     /// For sizes of groups, the sums of every row's groups, padded with zeros to whole registers.
@@ -221,10 +214,8 @@ impl Ordered {
         let mut paired = matrices.clone().filter(takes_pairs).peekable();
         let stored = stored.filter(|_| paired.peek().is_some());
         let pairs = stored.map(|stored| OrderedPairs::new(depth, stored, paired));
-        let piece = FIELDS * lanes;
-        let stride = depth.next_multiple_of(piece);
         let mut digits: Vec<OrderedDigits> = Vec::new();
-        let mut read = 0;
+        let mut by_numbers = false;
         for matrix in matrices.clone().filter(|matrix| !takes_pairs(matrix)) {
             if digits.iter().any(|known| known.are_for(matrix)) {
                 continue;
@@ -236,21 +227,13 @@ impl Ordered {
             };
             match ordered {
                 Some(ordered) => digits.push(ordered),
-                None => read = rows,
+                None => by_numbers = true,
             }
         }
-        let mut ordered = Scratch::zeros(read * stride);
-        for row in 0..read {
-            let ordered = &mut ordered[row * stride..][..stride];
-            let pieces = x[row * depth..][..depth].chunks(piece);
-            for (x, ordered) in pieces.zip(ordered.chunks_exact_mut(piece)) {
-                for (lane, x) in x.chunks(FIELDS).enumerate() {
-                    for (field, x) in x.iter().enumerate() {
-                        ordered[field * lanes + lane] = *x;
-                    }
-                }
-            }
-        }
+        let numbers = match by_numbers {
+            true => Some(OrderedNumbers::new(depth, x, lanes)),
+            false => None,
+        };
         let mut sums: Vec<(usize, Scratch<f32>)> = Vec::new();
         for group in matrices.filter_map(|matrix| matrix.group_of_offsets()) {
             if sums.iter().any(|(known, _)| *known == group) {
@@ -270,7 +253,7 @@ impl Ordered {
             }
             sums.push((group, of_groups));
         }
-        Ordered { rows, depth, lanes, x: ordered, stride, pairs, digits, sums }
+        Ordered { rows, depth, lanes, numbers, pairs, digits, sums }
     }
 
     pub(super) fn lanes(&self) -> usize {
@@ -280,6 +263,11 @@ impl Ordered {
     /// What the matrix is multiplied by, if that is by pairs.
     pub(super) fn pairs_for(&self, matrix: Lines) -> Option<&OrderedPairs> {
         self.pairs.as_ref().filter(|_| pairs::takes_pairs(matrix))
+    }
+
+    /// What all others are multiplied by.
+    pub(super) fn numbers(&self) -> Option<&OrderedNumbers> {
+        self.numbers.as_ref()
     }
 
     /// What the matrix is multiplied by, if that is by digits.
@@ -305,157 +293,6 @@ struct Task<'a> {
     count: usize,
 }
 
-/// Scales and offsets of some lines' groups, which are counted from the first line's first on.
-trait Scaling<R: Registers> {
-    /// Before those of a line of `groups` are read, of which this is the first.
-    #[inline(always)]
-    fn begin_line(&self, _first: usize, _groups: usize) {}
-
-    /// The scales of as many groups as lanes from `group` on. What is beyond the last one has no meaning.
-    ///
-    /// # Safety
-    /// As of [`dots`], and there has to be such a group.
-    unsafe fn scales(&self, group: usize) -> R::Floats;
-
-    /// Their offsets, where the matrix has them.
-    ///
-    /// # Safety
-    /// As of [`Self::scales`].
-    unsafe fn offsets(&self, group: usize) -> R::Floats;
-}
-
-/// As [`fill`] made them, with room for a register behind them.
-struct Ready<'a> {
-    scales: &'a [f32],
-    offsets: &'a [f32],
-    view: &'a View<'a>,
-    /// From which group on those are that will be made ready next.
-    next: usize,
-}
-
-impl<R: Registers> Scaling<R> for Ready<'_> {
-    #[inline(always)]
-    fn begin_line(&self, first: usize, groups: usize) {
-        self.view.prefetch_scales(self.next + first, groups);
-    }
-
-    #[inline(always)]
-    unsafe fn scales(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { R::load(self.scales.as_ptr().add(group)) }
-    }
-
-    #[inline(always)]
-    unsafe fn offsets(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { R::load(self.offsets.as_ptr().add(group)) }
-    }
-}
-
-/// As they are stored in f16, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
-struct Halves<'a> {
-    scales: &'a [f16],
-    offsets: &'a [f16],
-    /// The first line's first group.
-    first: usize,
-    /// Of how many groups ahead they are asked for.
-    ahead: usize,
-}
-
-impl Halves<'_> {
-    /// # Safety
-    /// As of [`Scaling::scales`].
-    #[inline(always)]
-    unsafe fn read<R: Registers>(&self, numbers: &[f16], group: usize) -> R::Floats {
-        let group = self.first + group;
-        debug_assert!(group + R::LANES <= numbers.len());
-        let from = numbers.as_ptr().wrapping_add(group);
-        prefetch(from.wrapping_add(self.ahead).cast::<u8>());
-        // SAFETY: as promised by the caller.
-        unsafe { R::halves(from) }
-    }
-}
-
-impl<R: Registers> Scaling<R> for Halves<'_> {
-    #[inline(always)]
-    unsafe fn scales(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { self.read::<R>(self.scales, group) }
-    }
-
-    #[inline(always)]
-    unsafe fn offsets(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { self.read::<R>(self.offsets, group) }
-    }
-}
-
-/// As they are stored for blocks, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
-struct OfBlocks<'a, R: Registers> {
-    scales: (&'a [u8], &'a [f16]),
-    signed: bool,
-    offsets: (&'a [u8], &'a [f16]),
-    /// The first line's first group.
-    first: usize,
-    /// Of how many groups ahead they are asked for.
-    ahead: usize,
-    /// `log2` of the groups of a block.
-    shift: u32,
-    /// In which block each lane's group is, counted from the first lane's.
-    blocks: R::Words,
-}
-
-impl<R: Registers> OfBlocks<'_, R> {
-    /// # Safety
-    /// As of [`Scaling::scales`].
-    #[inline(always)]
-    unsafe fn read(
-        &self,
-        (codes, large): (&[u8], &[f16]),
-        signed: bool,
-        group: usize,
-    ) -> R::Floats {
-        let group = self.first + group;
-        let block = group >> self.shift;
-        debug_assert!(group + R::LANES <= codes.len() && block + R::LANES <= large.len());
-        let (codes, large) =
-            (codes.as_ptr().wrapping_add(group), large.as_ptr().wrapping_add(block));
-        prefetch(codes.wrapping_add(self.ahead));
-        prefetch(large.wrapping_add(self.ahead >> self.shift).cast::<u8>());
-        // SAFETY: as promised by the caller.
-        unsafe { of_blocks::<R>(codes, signed, large, self.blocks) }
-    }
-}
-
-/// `large[block]·code` for the block of each lane.
-///
-/// # Safety
-/// As of [`dots`], with as many codes and scales of blocks as lanes.
-#[inline(always)]
-unsafe fn of_blocks<R: Registers>(
-    codes: *const u8,
-    signed: bool,
-    large: *const f16,
-    blocks: R::Words,
-) -> R::Floats {
-    // SAFETY: as promised by the caller.
-    unsafe { R::multiply(R::permute(R::halves(large), blocks), R::bytes(codes, signed)) }
-}
-
-impl<R: Registers> Scaling<R> for OfBlocks<'_, R> {
-    #[inline(always)]
-    unsafe fn scales(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { self.read(self.scales, self.signed, group) }
-    }
-
-    #[inline(always)]
-    unsafe fn offsets(&self, group: usize) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe { R::multiply(self.read(self.offsets, false, group), R::floats(-1.0)) }
-    }
-}
-
 /// Makes the products of a piece of codes.
 pub(super) trait Piece<R: Registers> {
     /// Codes of a lane.
@@ -475,7 +312,7 @@ pub(super) trait Piece<R: Registers> {
     /// Adds what every row has from piece `place`, whose codes are given.
     ///
     /// # Safety
-    /// As of [`dots`]; there are as many rows and pieces, and the codes of a piece, or [`MOST_BYTES`] where they are finite.
+    /// As of [`Registers`]; there are as many rows and pieces, and the codes of a piece, or [`MOST_BYTES`] where they are finite.
     unsafe fn add<const ROWS: usize>(
         &self,
         place: usize,
@@ -485,51 +322,11 @@ pub(super) trait Piece<R: Registers> {
     );
 }
 
-/// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
-///
-/// # Safety
-/// The machine needs the registers' instructions.
-#[inline(always)]
-pub(super) unsafe fn dots<R: Registers>(
-    x: &Ordered,
-    matrix: Lines,
-    lines: Range<usize>,
-    out: &mut [f32],
-) {
-    assert!(x.x.len() == x.rows * x.stride);
-    macro_rules! dots_by {
-        ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
-            // SAFETY: as promised by the caller.
-            unsafe {
-                let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
-                dots_by(x, &numbers, matrix, lines, out)
-            }
-        };
-    }
-    let none = &[0.0; 16];
-    match matrix.view.levels {
-        Levels::Table(table) => dots_by!(4, TABLE, table, 0),
-        Levels::E4m3 => dots_by!(8, E4M3, none, 0),
-        Levels::Integers { bits, zero } => match bits {
-            2 => dots_by!(2, INTEGERS, none, zero),
-            3 => dots_by!(3, INTEGERS, none, zero),
-            4 if R::LOOKS_UP_AT_ONCE => {
-                let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
-                dots_by!(4, TABLE, &table, 0)
-            }
-            4 => dots_by!(4, INTEGERS, none, zero),
-            5 => dots_by!(5, INTEGERS, none, zero),
-            6 => dots_by!(6, INTEGERS, none, zero),
-            _ => dots_by!(8, INTEGERS, none, zero),
-        },
-    }
-}
-
 /// As [`dots`], with products of pieces made in any way: first of the lines whose scales can be read as they lie, and then of
 /// those whose scales are made ready, some at a time.
 ///
 /// # Safety
-/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
+/// As of [`Registers`], and of [`Piece::add`] for all pieces of a line.
 #[inline(always)]
 pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
     x: &Ordered,
@@ -560,16 +357,10 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
                     any_rows(&task, pieces, &scaling, lines, out);
                 }
                 ScalesView::Blocks { scales, signed, large, offsets, large_offsets } => {
-                    let shift = groups_of_block(matrix.view.group).trailing_zeros();
-                    let scaling = OfBlocks::<R> {
-                        scales: (scales, large),
-                        signed,
-                        offsets: (offsets, large_offsets),
-                        first,
-                        ahead,
-                        shift,
-                        blocks: R::shift_right(R::load_words(COUNTED.as_ptr()), shift),
-                    };
+                    let (scales, offsets) = ((scales, large), (offsets, large_offsets));
+                    let group = matrix.view.group;
+                    let scaling =
+                        OfBlocks::<R>::new((scales, signed), offsets, (first, ahead), group);
                     any_rows(&task, pieces, &scaling, lines, out);
                 }
                 _ => unreachable!("they are made ready"),
@@ -642,194 +433,6 @@ unsafe fn any_rows<R: Registers, P: Piece<R>>(
     }
 }
 
-/// As [`fill`], by a function of its own.
-///
-/// # Safety
-/// As of [`fill`].
-unsafe fn fill_apart<R: Registers>(
-    view: &View,
-    first: usize,
-    scales: &mut [f32],
-    offsets: &mut [f32],
-) {
-    // SAFETY: as promised by the caller.
-    unsafe {
-        R::call(
-            #[inline(always)]
-            || fill::<R>(view, first, scales, offsets),
-        );
-    }
-}
-
-/// Scales and, where the matrix has them and they are asked for, offsets from group `first` on, in whole registers:
-/// what is beyond the last group is zero or has no meaning.
-///
-/// # Safety
-/// As of [`dots`].
-#[inline(always)]
-pub(super) unsafe fn fill<R: Registers>(
-    view: &View,
-    first: usize,
-    scales: &mut [f32],
-    offsets: &mut [f32],
-) {
-    match view.scales {
-        ScalesView::F32(from, added) => {
-            convert(
-                &from[first..],
-                scales,
-                #[inline(always)]
-                |it| it,
-            );
-            if !offsets.is_empty() {
-                convert(
-                    &added[first..],
-                    offsets,
-                    #[inline(always)]
-                    |it| it,
-                );
-            }
-        }
-        ScalesView::F16(from, added) => {
-            // SAFETY: as promised by the caller.
-            unsafe { convert_halves::<R>(&from[first..], scales) };
-            if !offsets.is_empty() {
-                // SAFETY: as above.
-                unsafe { convert_halves::<R>(&added[first..], offsets) };
-            }
-        }
-        ScalesView::Bf16(from, added) => {
-            convert(&from[first..], scales, widened);
-            if !offsets.is_empty() {
-                convert(&added[first..], offsets, widened);
-            }
-        }
-        ScalesView::E8m0(from) => convert(&from[first..], scales, e8m0),
-        ScalesView::E4m3(from, overall) => {
-            convert(
-                &from[first..],
-                scales,
-                #[inline(always)]
-                |it| e4m3(it) * overall,
-            );
-        }
-        ScalesView::Nested { codes, table, scales: outer, offset } => {
-            let codes = &codes[first..];
-            let mut done = 0;
-            while done < codes.len().min(scales.len()) {
-                let group = first + done;
-                let count = (NESTED - group % NESTED).min(scales.len() - done);
-                let outer = outer[group / NESTED];
-                convert(
-                    &codes[done..],
-                    &mut scales[done..done + count],
-                    #[inline(always)]
-                    |code| table[usize::from(code)] * outer + offset,
-                );
-                done += count;
-            }
-        }
-        ScalesView::Blocks { scales: codes, signed, large, offsets: added, large_offsets } => {
-            // SAFETY: as promised by the caller.
-            unsafe { fill_blocks::<R>(view.group, first, codes, signed, large, 1.0, scales) };
-            if !offsets.is_empty() {
-                let large = large_offsets;
-                // SAFETY: as above.
-                unsafe { fill_blocks::<R>(view.group, first, added, false, large, -1.0, offsets) };
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn widened(number: bf16) -> f32 {
-    f32::from_bits(u32::from(number.to_bits()) << 16)
-}
-
-/// `to = number(from)`, and zeros where there are no more.
-#[inline(always)]
-fn convert<T: Copy>(from: &[T], to: &mut [f32], number: impl Fn(T) -> f32) {
-    let (to, beyond) = to.split_at_mut(to.len().min(from.len()));
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = number(*from);
-    }
-    beyond.fill(0.0);
-}
-
-/// # Safety
-/// As of [`dots`].
-#[inline(always)]
-unsafe fn convert_halves<R: Registers>(from: &[f16], to: &mut [f32]) {
-    for (index, to) in to.chunks_exact_mut(R::LANES).enumerate() {
-        let mut room = None;
-        let from = register_of(from, index * R::LANES, &mut room);
-        // SAFETY: there are as many numbers as lanes.
-        unsafe { R::store(R::halves(from.as_ptr()), to.as_mut_ptr()) };
-    }
-}
-
-/// The numbers from 0 on.
-const COUNTED: [u32; 2 * MOST_LANES] = {
-    let mut counted = [0; 2 * MOST_LANES];
-    let mut lane = 0;
-    while lane < counted.len() {
-        counted[lane] = lane as u32;
-        lane += 1;
-    }
-    counted
-};
-
-/// Groups that share a scale of [`Scales::Blocks`](crate::quantized::Scales::Blocks).
-fn groups_of_block(group: usize) -> usize {
-    BLOCK / group
-}
-
-/// `to = sign·(large[block]·code)` from group `first` on.
-///
-/// # Safety
-/// As of [`dots`].
-#[inline(always)]
-unsafe fn fill_blocks<R: Registers>(
-    group: usize,
-    first: usize,
-    codes: &[u8],
-    signed: bool,
-    large: &[f16],
-    sign: f32,
-    to: &mut [f32],
-) {
-    // At most as many groups as lanes, each of which belongs to one of as many blocks.
-    let groups = groups_of_block(group);
-    let shift = groups.trailing_zeros();
-    for (index, to) in to.chunks_exact_mut(R::LANES).enumerate() {
-        let first = first + index * R::LANES;
-        let (mut room, mut large_room) = (None, None);
-        let codes = register_of(codes, first, &mut room);
-        let large = register_of(large, first >> shift, &mut large_room);
-        let counted = &COUNTED[first & (groups - 1)..][..MOST_LANES];
-        // SAFETY: there are as many numbers as lanes.
-        unsafe {
-            let blocks = R::shift_right(R::load_words(counted.as_ptr()), shift);
-            let scale = of_blocks::<R>(codes.as_ptr(), signed, large.as_ptr(), blocks);
-            R::store(R::multiply(scale, R::floats(sign)), to.as_mut_ptr());
-        }
-    }
-}
-
-/// The numbers of a register from `start` on; by way of `room`, with zeros at the end, where there aren't so many.
-#[inline(always)]
-fn register_of<'a, T: Copy + Default>(
-    from: &'a [T],
-    start: usize,
-    room: &'a mut Option<[T; MOST_LANES]>,
-) -> &'a [T; MOST_LANES] {
-    let from = from.get(start..).unwrap_or(&[]);
-    match from.first_chunk() {
-        Some(whole) => whole,
-        None => room.insert(filled_up(from)),
-    }
-}
-
 /// With [`MOST_BYTES`] behind them.
 #[cold]
 #[inline(never)]
@@ -842,130 +445,17 @@ fn lengthened(codes: &[u8]) -> Vec<u8> {
 
 #[cold]
 #[inline(never)]
-fn filled_up<T: Copy + Default, const COUNT: usize>(from: &[T]) -> [T; COUNT] {
+pub(super) fn filled_up<T: Copy + Default, const COUNT: usize>(from: &[T]) -> [T; COUNT] {
     let mut whole = [T::default(); COUNT];
     whole[..from.len()].copy_from_slice(from);
     whole
-}
-
-/// What codes of some bits stand for, by kind, in registers.
-struct Numbers<'a, R: Registers, const BITS: usize, const KIND: u8> {
-    x: &'a Ordered,
-    table: R::Table,
-    /// By which the fields of integers are too large.
-    zeros: [R::Floats; FIELDS],
-}
-
-/// By how many bits a field's codes are shifted, and the bit that they then begin at, so that they fit into the 23 of a
-/// float.
-const fn place(bits: usize, field: usize) -> (u32, u32) {
-    let together = if FIELDS * bits > 23 { FIELDS / 2 } else { FIELDS };
-    ((field / together * together * bits) as u32, (field % together * bits) as u32)
-}
-
-impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, KIND> {
-    /// # Safety
-    /// As of [`dots`].
-    #[inline(always)]
-    unsafe fn new(x: &'a Ordered, table: &[f32; 16], zero: u8) -> Self {
-        let mut zeros = [0f32; FIELDS];
-        for (field, number) in zeros.iter_mut().enumerate() {
-            *number = (1u32 << (23 - place(BITS, field).1)) as f32 + f32::from(zero);
-        }
-        // SAFETY: as promised by the caller.
-        unsafe {
-            Numbers {
-                x,
-                table: R::load_table(table),
-                zeros: [
-                    R::floats(zeros[0]),
-                    R::floats(zeros[1]),
-                    R::floats(zeros[2]),
-                    R::floats(zeros[3]),
-                ],
-            }
-        }
-    }
-
-    /// # Safety
-    /// As of [`dots`].
-    #[inline(always)]
-    unsafe fn field<const FIELD: usize>(&self, words: R::Words) -> R::Floats {
-        // SAFETY: as promised by the caller.
-        unsafe {
-            match KIND {
-                TABLE => {
-                    let shift = const { (FIELD * BITS) as u32 };
-                    R::look_up(self.table, R::shift_right(words, shift))
-                }
-                E4M3 => {
-                    let shift = const { 24 - 8 * FIELD as u32 };
-                    let moved = R::shift_right_signed(R::shift_left(words, shift), 4);
-                    // The sign, and the rest where an f32 has it, whose exponent counts from 127 and not from 7.
-                    let number = R::mask(moved, 0x87f0_0000, 0);
-                    R::multiply(number, R::floats(const { f32::from_bits((127 + 120) << 23) }))
-                }
-                _ => {
-                    // The low bits of a float whose lowest is worth 1 at the field's place.
-                    let (shift, bit) = const { place(BITS, FIELD) };
-                    let words = R::shift_right(words, shift);
-                    let number = R::mask(words, ((1 << BITS) - 1) << bit, (127 + 23 - bit) << 23);
-                    R::subtract(number, self.zeros[FIELD])
-                }
-            }
-        }
-    }
-}
-
-impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R, BITS, KIND> {
-    const FIELDS: usize = FIELDS;
-    const FINITE: bool = KIND == INTEGERS;
-
-    #[inline(always)]
-    fn bits(&self) -> usize {
-        BITS
-    }
-
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        // SAFETY: as promised by the caller.
-        unsafe { R::call(f) }
-    }
-
-    #[inline(always)]
-    unsafe fn add<const ROWS: usize>(
-        &self,
-        place: usize,
-        codes: *const u8,
-        scale: R::Floats,
-        totals: &mut [R::Floats; ROWS],
-    ) {
-        // SAFETY: as promised by the caller.
-        unsafe {
-            let words = R::codes::<BITS>(codes);
-            let fields = [
-                self.field::<0>(words),
-                self.field::<1>(words),
-                self.field::<2>(words),
-                self.field::<3>(words),
-            ];
-            for (row, total) in totals.iter_mut().enumerate() {
-                let x = self.x.x.as_ptr().add(row * self.x.stride + place * FIELDS * R::LANES);
-                let mut dot = R::multiply(fields[0], R::load(x));
-                for (field, numbers) in fields.iter().enumerate().skip(1) {
-                    dot = R::multiply_add(*numbers, R::load(x.add(field * R::LANES)), dot);
-                }
-                *total = R::multiply_add(dot, scale, *total);
-            }
-        }
-    }
 }
 
 /// The dot products of `ROWS` rows with some lines of a task, whose codes are given, with [`MOST_BYTES`] behind them where all are
 /// finite.
 ///
 /// # Safety
-/// As of [`dots`], and of [`Piece::add`] and [`Scaling::scales`] for all pieces and groups of the lines.
+/// As of [`Registers`], and of [`Piece::add`] and [`Scaling::scales`] for all pieces and groups of the lines.
 #[inline(always)]
 unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     task: &Task,
@@ -981,7 +471,7 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     debug_assert!(matrix.fits_fields(P::FIELDS));
     // Of each piece of some, the place of every lane's scale behind that of their first.
     // SAFETY: as promised by the caller; there is a number for every lane.
-    let mut places = unsafe { [R::load_words(COUNTED.as_ptr()); TOGETHER] };
+    let mut places = unsafe { [R::load_words([0; MOST_LANES].as_ptr()); TOGETHER] };
     for (place, of_lanes) in places.iter_mut().enumerate() {
         let mut lanes = [0u32; MOST_LANES];
         for (lane, of_lane) in lanes.iter_mut().enumerate() {

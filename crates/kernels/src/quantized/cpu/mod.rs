@@ -9,7 +9,11 @@ mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
 #[cfg(target_arch = "x86_64")]
+mod numbers;
+#[cfg(target_arch = "x86_64")]
 mod pairs;
+#[cfg(target_arch = "x86_64")]
+mod scaling;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]

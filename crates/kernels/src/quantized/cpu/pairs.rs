@@ -219,7 +219,7 @@ impl<const BITS: usize, const HALF: usize> Piece<Avx512> for Pairs<'_, BITS, HAL
     }
 }
 
-/// As [`lines::dots`](super::lines::dots), by pairs.
+/// As [`x86::dots`](super::x86::dots), by pairs.
 ///
 /// # Safety
 /// [`takes_pairs`] has to be true of the matrix, which is one of those that `ordered` and its `pairs` were made for.

@@ -1,6 +1,7 @@
 //! The registers of AVX2 and AVX-512.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way, dots as dots_of};
+use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way};
+use super::numbers::{self, OrderedNumbers};
 use super::{View, digits, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
 use half::{bf16, f16};
@@ -21,23 +22,22 @@ pub(super) fn way() -> Option<Way> {
     lanes().map(|lanes| Way { lanes, digits: digits::By::best(lanes) })
 }
 
-/// As [`lines::dots`](super::lines::dots), with registers of as many lanes as `x` is ordered for.
+/// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
 ///
 /// # Safety
-/// The machine needs the instructions.
+/// The machine needs the instructions of the [`Way`] that the rows are ordered for.
 #[inline(always)]
 pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
     // SAFETY: as promised by the caller.
     unsafe {
-        if let Some(halves) = x.pairs_for(matrix) {
-            return pairs::dots(x, halves, matrix, lines, out);
-        }
-        if let Some(of_digits) = x.digits_for(matrix) {
-            return digits::dots(x, of_digits, matrix, lines, out);
-        }
-        match x.lanes() {
-            Avx2::LANES => avx2(x, matrix, lines, out),
-            _ => avx512(x, matrix, lines, out),
+        match (x.pairs_for(matrix), x.digits_for(matrix), x.numbers()) {
+            (Some(of_pairs), ..) => pairs::dots(x, of_pairs, matrix, lines, out),
+            (_, Some(of_digits), _) => digits::dots(x, of_digits, matrix, lines, out),
+            (.., Some(of_numbers)) if x.lanes() == Avx2::LANES => {
+                avx2(x, of_numbers, matrix, lines, out)
+            }
+            (.., Some(of_numbers)) => avx512(x, of_numbers, matrix, lines, out),
+            _ => unreachable!("ordered for other matrices"),
         }
     }
 }
@@ -81,15 +81,27 @@ pub(super) fn read_bf16(view: &View, start: usize, out: &mut [bf16]) -> bool {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn avx512(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+fn avx512(
+    ordered: &Ordered,
+    x: &OrderedNumbers,
+    matrix: Lines,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
     // SAFETY: the caller has the instructions.
-    unsafe { dots_of::<Avx512>(x, matrix, lines, out) }
+    unsafe { numbers::dots::<Avx512>(ordered, x, matrix, lines, out) }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn avx2(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+fn avx2(
+    ordered: &Ordered,
+    x: &OrderedNumbers,
+    matrix: Lines,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
     // SAFETY: the caller has the instructions.
-    unsafe { dots_of::<Avx2>(x, matrix, lines, out) }
+    unsafe { numbers::dots::<Avx2>(ordered, x, matrix, lines, out) }
 }
 
 /// Where the bytes of a lane's codes are in the 16 bytes of its quarter of a register, which has four lanes from
