@@ -397,6 +397,7 @@ trait Unpack<R: Registers, const COUNT: usize> {
 }
 
 /// Two codes of each byte.
+#[derive(Clone, Copy)]
 struct Nibbles;
 
 impl<R: ByteRegisters> Unpack<R, 2> for Nibbles {
@@ -415,9 +416,10 @@ impl<R: ByteRegisters> Unpack<R, 2> for Nibbles {
 }
 
 /// And what a table has for them.
-struct NibblesOfTable<R: Registers>(R::Words);
+#[derive(Clone, Copy)]
+struct NibblesOfTable<W>(W);
 
-impl<R: ByteRegisters> Unpack<R, 2> for NibblesOfTable<R> {
+impl<R: ByteRegisters> Unpack<R, 2> for NibblesOfTable<R::Words> {
     #[inline(always)]
     fn bits(&self) -> usize {
         4
@@ -433,6 +435,7 @@ impl<R: ByteRegisters> Unpack<R, 2> for NibblesOfTable<R> {
 }
 
 /// Codes that are bytes.
+#[derive(Clone, Copy)]
 struct WholeBytes;
 
 impl<R: ByteRegisters> Unpack<R, 1> for WholeBytes {
@@ -448,6 +451,7 @@ impl<R: ByteRegisters> Unpack<R, 1> for WholeBytes {
 }
 
 /// Codes of up to 6 bits, eight of which are brought to each eight bytes.
+#[derive(Clone, Copy)]
 struct AnyBits<const TABLE: bool> {
     bits: usize,
     /// Their bytes, the bits that they begin at there, and those that they have.
@@ -500,22 +504,35 @@ impl<const TABLE: bool> Unpack<Avx512, 1> for AnyBits<TABLE> {
 
 /// Rows by codes that `codes` makes bytes of and `D` multiplies, `COUNT` registers of them a piece.
 struct Digits<'a, C, D, const COUNT: usize> {
-    x: &'a OrderedDigits,
+    pieces: usize,
+    digits: &'a [i8],
+    scales: &'a [f32],
+    starts: &'a [i32],
     codes: C,
     dots: PhantomData<D>,
+}
+
+// Not derived, for `D` needn't be.
+impl<C: Copy, D, const COUNT: usize> Copy for Digits<'_, C, D, COUNT> {}
+
+impl<C: Copy, D, const COUNT: usize> Clone for Digits<'_, C, D, COUNT> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 impl<'a, C, D, const COUNT: usize> Digits<'a, C, D, COUNT> {
     fn new(x: &'a OrderedDigits, codes: C) -> Self {
         assert!(x.fields == COUNT * BYTES);
-        Self { x, codes, dots: PhantomData }
+        let OrderedDigits { pieces, digits, scales, starts, .. } = x;
+        Self { pieces: *pieces, digits, scales, starts, codes, dots: PhantomData }
     }
 }
 
 impl<R, C, D, const COUNT: usize> Piece<R> for Digits<'_, C, D, COUNT>
 where
     R: ByteRegisters,
-    C: Unpack<R, COUNT>,
+    C: Unpack<R, COUNT> + Copy,
     D: ByteDots<R>,
 {
     const FIELDS: usize = BYTES * COUNT;
@@ -545,14 +562,14 @@ where
         unsafe {
             let bytes = self.codes.bytes(codes);
             for (row, total) in totals.iter_mut().enumerate() {
-                let place = row * self.x.pieces + place;
-                let digits = self.x.digits.as_ptr().add(place * DIGITS * of_digit);
+                let place = row * self.pieces + place;
+                let digits = self.digits.as_ptr().add(place * DIGITS * of_digit);
                 let mut high = D::add(R::zero_words(), &bytes, digits.add(2 * of_digit));
                 high = D::add(R::shift_left(high, 8), &bytes, digits.add(of_digit));
-                let start = self.x.starts.as_ptr().add(place * R::LANES);
+                let start = self.starts.as_ptr().add(place * R::LANES);
                 let low = D::add(R::load_words(start.cast()), &bytes, digits);
                 let sum = R::add_words(R::shift_left(high, 8), low);
-                let of_lanes = R::load(self.x.scales.as_ptr().add(place * R::LANES));
+                let of_lanes = R::load(self.scales.as_ptr().add(place * R::LANES));
                 let dot = R::multiply(R::converted(sum), of_lanes);
                 *total = R::multiply_add(dot, scale, *total);
             }
@@ -596,7 +613,7 @@ fn avx512_vnni(
         let table = Avx512::load_bytes(&x.integers.table.unwrap_or_default());
         match (x.fields, matrix.levels().bits(), x.integers.table) {
             (8, _, Some(_)) => {
-                let codes = NibblesOfTable::<Avx512>(table);
+                let codes = NibblesOfTable(table);
                 dots_by(ordered, &Digits::<_, Vnni512, 2>::new(x, codes), matrix, lines, out)
             }
             (8, ..) => {
@@ -629,7 +646,7 @@ fn avx_vnni(
     unsafe {
         match (x.fields, x.integers.table) {
             (8, Some(table)) => {
-                let codes = NibblesOfTable::<Avx2>(Avx2::load_bytes(&table));
+                let codes = NibblesOfTable(Avx2::load_bytes(&table));
                 dots_by(ordered, &Digits::<_, Vnni256, 2>::new(x, codes), matrix, lines, out)
             }
             (8, None) => {

@@ -294,7 +294,7 @@ struct Task<'a> {
 }
 
 /// Makes the products of a piece of codes.
-pub(super) trait Piece<R: Registers> {
+pub(super) trait Piece<R: Registers>: Copy {
     /// Codes of a lane.
     const FIELDS: usize;
     /// Whether all codes stand for finite numbers, so that any may stand behind a line, where rows have zeros.
@@ -464,7 +464,8 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     (lines, codes): (Range<usize>, &[u8]),
     out: &mut [f32],
 ) {
-    let matrix = task.matrix;
+    // Copies, which what is written to `out` can't change.
+    let (matrix, numbers, scaling) = (task.matrix, *numbers, *scaling);
     let Lines { depth, groups, shift, .. } = matrix;
     let piece = P::FIELDS * R::LANES;
     let bytes = piece * numbers.bits() / 8;

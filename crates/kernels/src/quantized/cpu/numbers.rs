@@ -55,6 +55,15 @@ const fn place(bits: usize, field: usize) -> (u32, u32) {
     ((field / together * together * bits) as u32, (field % together * bits) as u32)
 }
 
+// Not derived, for `R` needn't be.
+impl<R: Registers, const BITS: usize, const KIND: u8> Copy for Numbers<'_, R, BITS, KIND> {}
+
+impl<R: Registers, const BITS: usize, const KIND: u8> Clone for Numbers<'_, R, BITS, KIND> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
 impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, KIND> {
     /// # Safety
     /// As of [`dots`].

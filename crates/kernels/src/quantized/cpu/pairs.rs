@@ -119,6 +119,7 @@ fn in_order<const HALF: usize>(x: &[bf16], ordered: &mut [bf16]) {
 }
 
 /// What codes of `BITS` bits stand for, and what they are multiplied by, of which there are `HALF` to half a lane.
+#[derive(Clone, Copy)]
 struct Pairs<'a, const BITS: usize, const HALF: usize> {
     x: &'a OrderedPairs,
     /// As [`tables`] makes them, the first of which is enough for codes of 4 bits.

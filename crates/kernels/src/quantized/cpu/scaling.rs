@@ -7,7 +7,7 @@ use crate::quantized::{BLOCK, NESTED};
 use half::{bf16, f16};
 
 /// Scales and offsets of some lines' groups, which are counted from the first line's first on.
-pub(super) trait Scaling<R: Registers> {
+pub(super) trait Scaling<R: Registers>: Copy {
     /// Before those of a line of `groups` are read, of which this is the first.
     #[inline(always)]
     fn begin_line(&self, _first: usize, _groups: usize) {}
@@ -26,6 +26,7 @@ pub(super) trait Scaling<R: Registers> {
 }
 
 /// As [`fill`] made them, with room for a register behind them.
+#[derive(Clone, Copy)]
 pub(super) struct Ready<'a> {
     pub scales: &'a [f32],
     pub offsets: &'a [f32],
@@ -54,6 +55,7 @@ impl<R: Registers> Scaling<R> for Ready<'_> {
 }
 
 /// As they are stored in f16, of lines of which [`Lines::with_scales_in_place`] says that they can be read so.
+#[derive(Clone, Copy)]
 pub(super) struct Halves<'a> {
     pub scales: &'a [f16],
     pub offsets: &'a [f16],
@@ -104,6 +106,15 @@ pub(super) struct OfBlocks<'a, R: Registers> {
     shift: u32,
     /// In which block each lane's group is, counted from the first lane's.
     blocks: R::Words,
+}
+
+// Not derived, for `R` needn't be.
+impl<R: Registers> Copy for OfBlocks<'_, R> {}
+
+impl<R: Registers> Clone for OfBlocks<'_, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 impl<'a, R: Registers> OfBlocks<'a, R> {
