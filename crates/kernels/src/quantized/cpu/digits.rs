@@ -6,7 +6,7 @@
 //! up without rounding, so what is lost is what is below 2^-22 of the lane's largest number (2^-21 for codes of 8 bits): as
 //! much as sums in f32 lose.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Piece, Registers, dots_by};
+use super::lines::{Lines, MOST_LANES, Ordered, Piece, Registers, call_with, dots_by};
 use super::x86::{Avx2, Avx512};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{has_byte_dots, has_narrow_byte_dots};
@@ -27,7 +27,7 @@ const MOST_REGISTERS: usize = 2;
 const MOST_NUMBERS: usize = MOST_REGISTERS * BYTES * MOST_LANES;
 
 /// The instructions by which digits are multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum By {
     /// AVX2's sums of two products in 16 bits, for codes of 4 bits.
     Avx2,
@@ -58,7 +58,7 @@ impl By {
 }
 
 /// What codes stand for: `(byte - zero)·unit`, where the byte is the code or what a table has for it.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 struct Integers {
     table: Option<[u8; 16]>,
     zero: u8,
@@ -305,17 +305,7 @@ struct Pairs256;
 
 // SAFETY of all: as the callers of a method promise.
 impl ByteDots<Avx512> for Vnni512 {
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(
-            enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"
-        )]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        unsafe { call(f) }
-    }
+    call_with!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c");
     #[inline(always)]
     unsafe fn add<const COUNT: usize>(
         mut sum: __m512i,
@@ -333,15 +323,7 @@ impl ByteDots<Avx512> for Vnni512 {
 }
 
 impl ByteDots<Avx2> for Vnni256 {
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(enable = "avxvnni,avx2,fma,f16c")]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        unsafe { call(f) }
-    }
+    call_with!("avxvnni,avx2,fma,f16c");
     #[inline(always)]
     unsafe fn add<const COUNT: usize>(
         mut sum: __m256i,
@@ -359,15 +341,7 @@ impl ByteDots<Avx2> for Vnni256 {
 }
 
 impl ByteDots<Avx2> for Pairs256 {
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(enable = "avx2,fma,f16c")]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        unsafe { call(f) }
-    }
+    call_with!("avx2,fma,f16c");
     #[inline(always)]
     unsafe fn add<const COUNT: usize>(
         sum: __m256i,

@@ -92,6 +92,23 @@ pub(super) trait Registers {
     unsafe fn bytes(from: *const u8, signed: bool) -> Self::Floats;
 }
 
+/// `call` of [`Registers`] and [`Piece`] for these instructions.
+macro_rules! call_with {
+    ($features:literal) => {
+        #[inline(always)]
+        unsafe fn call(f: impl FnOnce()) {
+            #[inline(never)]
+            #[target_feature(enable = $features)]
+            fn call(f: impl FnOnce()) {
+                f();
+            }
+            // SAFETY: as promised by the caller.
+            unsafe { call(f) }
+        }
+    };
+}
+pub(super) use call_with;
+
 /// How the lines of a matrix lie.
 #[derive(Clone, Copy)]
 pub(super) struct Lines<'a> {
@@ -322,7 +339,7 @@ pub(super) trait Piece<R: Registers>: Copy {
     );
 }
 
-/// As [`dots`], with products of pieces made in any way: first of the lines whose scales can be read as they lie, and then of
+/// The dot products of all rows with some lines, `out` `(rows, lines.len())`, made of pieces in any way: first of the lines whose scales can be read as they lie, and then of
 /// those whose scales are made ready, some at a time.
 ///
 /// # Safety
@@ -349,7 +366,7 @@ pub(super) unsafe fn dots_by<R: Registers, P: Piece<R>>(
     if in_place > 0 {
         let (first, ahead) = (matrix.group(lines.start), lines.len() * matrix.groups);
         let lines = (0..in_place, codes);
-        // SAFETY: as promised by the caller, and these are such lines; there is a number for every lane.
+        // SAFETY: as promised by the caller, and these are such lines.
         unsafe {
             match matrix.view.scales {
                 ScalesView::F16(scales, offsets) => {

@@ -4,7 +4,7 @@
 //! Half a lane of a register, 16 bits, has two or four neighbouring codes, so that a register of codes, shifted, has
 //! all of them in turn as indices of a table of two bytes a number. [`OrderedPairs`] has the rows in the same order.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Piece, dots_by};
+use super::lines::{Lines, MOST_LANES, Ordered, Piece, call_with, dots_by};
 use super::x86::Avx512;
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{Level, as_pairs, level, vectorize};
@@ -176,16 +176,7 @@ impl<const BITS: usize, const HALF: usize> Piece<Avx512> for Pairs<'_, BITS, HAL
         BITS
     }
 
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        // SAFETY: as promised by the caller.
-        unsafe { call(f) }
-    }
+    call_with!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
 
     #[inline(always)]
     unsafe fn add<const ROWS: usize>(

@@ -1,6 +1,6 @@
 //! The registers of AVX2 and AVX-512.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way};
+use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way, call_with};
 use super::numbers::{self, OrderedNumbers};
 use super::{View, digits, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
@@ -172,15 +172,7 @@ impl Registers for Avx512 {
     type Table = __m512;
     const LOOKS_UP_AT_ONCE: bool = true;
 
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        unsafe { call(f) }
-    }
+    call_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 
     #[inline(always)]
     unsafe fn zeros() -> __m512 {
@@ -239,12 +231,7 @@ impl Registers for Avx512 {
                 (_mm512_shuffle_ps::<0x88>(ab, cd), _mm512_shuffle_ps::<0xdd>(ab, cd));
             let sums = _mm512_add_ps(low, high);
             let high = _mm512_extractf32x8_ps::<1>(sums);
-            let sums = _mm256_add_ps(_mm512_castps512_ps256(sums), high);
-            let high = _mm256_extractf128_ps::<1>(sums);
-            let sums = _mm_add_ps(_mm256_castps256_ps128(sums), high);
-            let mut out = [0.0; SUMMED];
-            _mm_storeu_ps(out.as_mut_ptr(), sums);
-            out
+            sum_of_halves(_mm256_add_ps(_mm512_castps512_ps256(sums), high))
         }
     }
     #[inline(always)]
@@ -337,6 +324,19 @@ impl Registers for Avx512 {
     }
 }
 
+/// # Safety
+/// The machine needs the instructions.
+#[inline(always)]
+unsafe fn sum_of_halves(floats: __m256) -> [f32; SUMMED] {
+    // SAFETY: as promised by the caller; there is room for four.
+    unsafe {
+        let high = _mm256_extractf128_ps::<1>(floats);
+        let mut sums = [0.0; SUMMED];
+        _mm_storeu_ps(sums.as_mut_ptr(), _mm_add_ps(_mm256_castps256_ps128(floats), high));
+        sums
+    }
+}
+
 pub(super) struct Avx2;
 
 // SAFETY of all: as the callers of a method promise.
@@ -347,15 +347,7 @@ impl Registers for Avx2 {
     type Table = (__m256, __m256);
     const LOOKS_UP_AT_ONCE: bool = false;
 
-    #[inline(always)]
-    unsafe fn call(f: impl FnOnce()) {
-        #[inline(never)]
-        #[target_feature(enable = "avx2,fma,f16c")]
-        fn call(f: impl FnOnce()) {
-            f();
-        }
-        unsafe { call(f) }
-    }
+    call_with!("avx2,fma,f16c");
 
     #[inline(always)]
     unsafe fn zeros() -> __m256 {
@@ -410,12 +402,7 @@ impl Registers for Avx2 {
         unsafe {
             // Of each half, two lanes of each, and then one of each.
             let (ab, cd) = (_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-            let sums = _mm256_hadd_ps(ab, cd);
-            let high = _mm256_extractf128_ps::<1>(sums);
-            let sums = _mm_add_ps(_mm256_castps256_ps128(sums), high);
-            let mut out = [0.0; SUMMED];
-            _mm_storeu_ps(out.as_mut_ptr(), sums);
-            out
+            sum_of_halves(_mm256_hadd_ps(ab, cd))
         }
     }
     #[inline(always)]
