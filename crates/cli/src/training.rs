@@ -113,7 +113,7 @@ impl Run {
         if settings.activation_placement == ActivationPlacement::Host {
             models::check_host("activation_placement", &device)?;
         }
-        let dtype = models::dtype(settings.dtype, &device);
+        let dtype = models::dtype(settings.dtype);
         let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.
         settings.dtype = Precision::of(dtype);

@@ -78,12 +78,6 @@ pub fn metal(ordinal: usize) -> Result<Device> {
     )
 }
 
-/// Whether this machine's processor multiplies bf16 numbers faster than f32, and the kernels use it: by AMX
-/// tiles, or by AVX-512's dot product of bf16 pairs where that is not the slower way.
-pub fn cpu_prefers_bf16() -> bool {
-    crate::backend::cpu::simd::prefers_bf16()
-}
-
 /// That the variable `METAL_CANDLE_SIMD`, if it is set, names instructions of this machine's processor that the kernels can
 /// keep to: `baseline`, and on x86-64 `avx2`, `avx512`, `avx512bf16` and `amx`. For programs that begin to compute: the
 /// kernels take the best instructions if it names others.

@@ -213,8 +213,8 @@ impl Arguments {
         check_matmul(matmul, dtype, device, "--dtype f32")
     }
 
-    fn precision(&self, device: &Device) -> anyhow::Result<Precision> {
-        match dtype(self.runtime.dtype, device) {
+    fn precision(&self) -> anyhow::Result<Precision> {
+        match dtype(self.runtime.dtype) {
             DType::F32 => Ok(Precision::F32),
             DType::BF16 => Ok(Precision::Bf16),
             other => Err(usage(format!("dtype: {other:?} is not timed, expected f32 or bf16"))),
@@ -222,7 +222,7 @@ impl Arguments {
     }
 
     fn rows(&self, device: &Device) -> anyhow::Result<Vec<Row>> {
-        let (shape, dtype) = (self.shape.as_str(), self.precision(device)?);
+        let (shape, dtype) = (self.shape.as_str(), self.precision()?);
         let parts =
             [Part::Ops, Part::Train, Part::Prefill, Part::Decode, Part::Serve, Part::FirstToken];
         let quantization = self.runtime.quantization()?;

@@ -100,7 +100,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let format = match (arguments.to, arguments.dtype) {
         (Some(format), _) => format,
         (None, Precision::Auto) => ModelFormat::Dense(stored),
-        (None, precision) => ModelFormat::Dense(dtype(precision, &device)),
+        (None, precision) => ModelFormat::Dense(dtype(precision)),
     };
     if format.is_file() != is_gguf(output) {
         let expected = if format.is_file() { "a file named .gguf" } else { "a folder" };

@@ -221,7 +221,7 @@ impl From<OptimizerPlacement> for train::OptimizerPlacement {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// bf16 on GPUs and on processors with bf16 arithmetic, else f32
+    /// bf16
     #[default]
     Auto,
     /// 32-bit float
