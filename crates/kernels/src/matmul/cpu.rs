@@ -2,6 +2,8 @@
 //! in `lora_linear/cpu/`, are made of the same parts.
 
 use super::few_rows::{FEW_ROWS, add_combinations, dots};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::gemm::block_floats::{self, BlockFloats};
 use crate::backend::cpu::gemm::integers::{Product, Rounded, Side};
 use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term};
 use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
@@ -40,11 +42,14 @@ pub(crate) struct Packs<'a, A> {
     packed: Vec<(Kind, Lhs<A>)>,
     /// For layers that multiply integers.
     rounded: Option<Rounded>,
+    /// For layers of codes that are multiplied by block floating point.
+    #[cfg(target_arch = "x86_64")]
+    block_floats: Option<BlockFloats>,
 }
 
 impl<'a, A: Real> Packs<'a, A> {
-    /// `x` `(rows, inner)`. Layers that multiply integers read it as numbers, too, where `reads_numbers` says so of
-    /// them: for an adapter.
+    /// `x` `(rows, inner)`. Layers that multiply integers or block floating point read it as numbers, too, where
+    /// `reads_numbers` says so of them: for an adapter.
     pub(crate) fn new(
         rows: usize,
         inner: usize,
@@ -54,23 +59,48 @@ impl<'a, A: Real> Packs<'a, A> {
     ) -> Self {
         let mut packed: Vec<(Kind, Lhs<A>)> = Vec::new();
         let mut rounded = None;
+        #[cfg(target_arch = "x86_64")]
+        let mut block_floats = None;
         for (index, layer) in layers.iter().enumerate() {
+            let mut by_numbers = true;
             if layer.weight.byte_rows().is_some() {
                 rounded.get_or_insert_with(|| Rounded::pack(rows, inner, x, None));
-                if !reads_numbers(index) {
-                    continue;
-                }
+                by_numbers = false;
+            }
+            #[cfg(target_arch = "x86_64")]
+            if let Values::Bf16(halves) = x
+                && block_floats::right_side(x, layer.weight, inner).is_some()
+            {
+                block_floats.get_or_insert_with(|| BlockFloats::pack(rows, inner, halves));
+                by_numbers = false;
+            }
+            if !by_numbers && !reads_numbers(index) {
+                continue;
             }
             let kind = kind_of(x, layer.weight);
             if packed.iter().all(|(packed, _)| *packed != kind) {
                 packed.push((kind, Lhs::pack(kind, rows, inner, Operand::lines(x, inner), None)));
             }
         }
-        Packs { rows, depth: inner, values: x, packed, rounded }
+        Packs {
+            rows,
+            depth: inner,
+            values: x,
+            packed,
+            rounded,
+            #[cfg(target_arch = "x86_64")]
+            block_floats,
+        }
     }
 
     /// The product with a layer's weight.
     fn term<'p>(&'p self, weight: Values<'p, A>) -> Term<'p, A> {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(lhs) = &self.block_floats
+            && let Some(rhs) = block_floats::right_side(self.values, weight, self.depth)
+        {
+            return Term::BlockFloats(block_floats::Product { lhs, rhs });
+        }
         match (weight.byte_rows(), &self.rounded) {
             (Some(rhs), Some(lhs)) => Term::Integers(Product { lhs, rhs, side: Side::Lines }),
             _ => Term::Numbers {

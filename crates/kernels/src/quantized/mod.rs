@@ -33,6 +33,8 @@ use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 pub(crate) use cpu::Elements;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use cpu::IntegerLines;
 pub use quantize::{Format, dynamic_map, quantize, spread_blocks};
 pub use weight::Weight;
 pub(crate) use weight::{WeightInput, WeightNumbers, WeightRead};

@@ -75,11 +75,9 @@ fn named(value: Option<&OsStr>, best: Level) -> Result<Level, String> {
 }
 
 /// Whether products of bf16 numbers are faster than those of f32.
+#[cfg(target_arch = "x86_64")]
 pub(crate) fn prefers_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return level() >= Level::Avx512Bf16;
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    level() >= Level::Avx512Bf16
 }
 
 /// Whether the machine has AVX-512's dot products of bytes.

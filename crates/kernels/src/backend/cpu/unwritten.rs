@@ -21,6 +21,8 @@ unsafe impl Plain for f16 {}
 // SAFETY: as above.
 unsafe impl Plain for i8 {}
 // SAFETY: as above.
+unsafe impl Plain for i16 {}
+// SAFETY: as above.
 unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for u32 {}

@@ -6,8 +6,10 @@
 //! up without rounding, so what is lost is what is below 2^-22 of the lane's largest number (2^-21 for codes of 8 bits): as
 //! much as sums in f32 lose.
 
+use super::integer_lines::unit;
 use super::lines::{Lines, MOST_LANES, Ordered, Piece, Registers, call_with, dots_by};
 use super::x86::{Avx2, Avx512};
+use crate::backend::cpu::gemm::block_floats::PowerOfTwo;
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{has_byte_dots, has_narrow_byte_dots};
 use crate::quantized::Levels;
@@ -69,24 +71,22 @@ struct Integers {
 
 impl Integers {
     fn of(levels: Levels) -> Option<Self> {
+        let unit = unit(levels)?;
         match levels {
             Levels::Integers { bits, zero } => {
                 let largest = zero.max(((1u32 << bits) - 1) as u8);
-                Some(Integers { table: None, zero, unit: 1.0, largest })
+                Some(Integers { table: None, zero, unit, largest })
             }
-            Levels::Table(numbers) => [1.0, 0.5].into_iter().find_map(|unit| {
+            Levels::Table(numbers) => {
                 let mut integers = Integers { table: None, zero: 128, unit, largest: 0 };
                 let mut table = [0; 16];
                 for (byte, number) in table.iter_mut().zip(numbers) {
                     let integer = number / unit;
-                    if integer.fract() != 0.0 || integer.abs() > 127.0 {
-                        return None;
-                    }
                     *byte = (integer + 128.0) as u8;
                     integers.largest = integers.largest.max(integer.abs() as u8);
                 }
                 Some(Integers { table: Some(table), ..integers })
-            }),
+            }
             Levels::E4m3 => None,
         }
     }
@@ -158,7 +158,6 @@ impl OrderedDigits {
     /// Puts a row into digits.
     #[inline(always)]
     fn put<const FIELDS: usize>(&mut self, row: usize, x: &[f32]) {
-        const EXPONENT: u32 = 0xff << 23;
         let Integers { zero, unit, largest, .. } = self.integers;
         // The sum of a lane's products is below 2^31, and an integer has its digits.
         let bits_of_largest = (usize::from(largest).max(1) * FIELDS).ilog2() + 1;
@@ -182,22 +181,13 @@ impl OrderedDigits {
                 for number in numbers {
                     size = size.max(number.to_bits() & !(1 << 31));
                 }
-                // The largest number is below twice the power of its exponent.
-                let exponent = (size & EXPONENT).max(bits << 23) - ((bits - 1) << 23);
-                // 1.5·2^23, which leaves no room for what is behind the point.
-                let round = f32::from_bits(150 << 23 | 1 << 22);
-                let inverse = f32::from_bits((254 << 23) - exponent);
+                let scaled = PowerOfTwo::of(size, bits);
                 let mut sum = 0i32;
                 for (integer, number) in integers.iter_mut().zip(numbers) {
-                    let rounded = (number * inverse + round).to_bits() as i32;
-                    *integer = rounded.wrapping_sub(round.to_bits() as i32);
+                    *integer = scaled.integer(*number);
                     sum = sum.wrapping_add(*integer);
                 }
-                // Numbers that aren't all finite have no digits.
-                *scale = match size < EXPONENT {
-                    true => f32::from_bits(exponent) * unit,
-                    false => f32::NAN,
-                };
+                *scale = scaled.power * unit;
                 *start = sum.wrapping_mul(-i32::from(zero));
             }
             let digits = &mut self.digits[place * DIGITS * count..][..DIGITS * count];

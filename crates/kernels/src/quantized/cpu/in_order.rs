@@ -3,7 +3,7 @@
 use super::View;
 use super::lines::{MOST_LANES, Registers};
 use super::scaling::fill;
-use super::x86::Avx512;
+use super::x86::{Avx2, Avx512};
 use crate::backend::cpu::Element;
 use crate::quantized::Levels;
 use half::bf16;
@@ -15,8 +15,9 @@ const BYTES: usize = 16;
 /// Groups whose scales are made ready at a time.
 const READY: usize = 4 * MOST_LANES;
 
-/// Numbers as they are stored.
-pub(super) trait Number<R: Registers>: Element<Acc = f32> {
+/// What numbers are written as.
+pub(super) trait Number<R: Registers>: Sized {
+    fn narrow(wide: &[f32], to: &mut [Self]);
     /// # Safety
     /// The machine needs the instructions, and there has to be room for as many numbers as lanes.
     unsafe fn store(floats: R::Floats, to: *mut Self);
@@ -28,6 +29,9 @@ pub(super) trait Number<R: Registers>: Element<Acc = f32> {
 }
 
 impl<R: Registers> Number<R> for f32 {
+    fn narrow(wide: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(wide);
+    }
     #[inline(always)]
     unsafe fn store(floats: R::Floats, to: *mut f32) {
         // SAFETY: as promised by the caller.
@@ -44,6 +48,9 @@ impl<R: Registers> Number<R> for f32 {
 }
 
 impl Number<Avx512> for bf16 {
+    fn narrow(wide: &[f32], to: &mut [bf16]) {
+        <bf16 as Element>::narrow(wide, to);
+    }
     #[inline(always)]
     unsafe fn store(floats: __m512, to: *mut bf16) {
         // SAFETY: as promised by the caller.
@@ -59,6 +66,61 @@ impl Number<Avx512> for bf16 {
             let numbers = _mm512_cvtne2ps_pbh(second, first);
             _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(numbers));
         }
+    }
+}
+
+/// The nearest integers.
+impl Number<Avx512> for i16 {
+    fn narrow(wide: &[f32], to: &mut [i16]) {
+        round(wide, to);
+    }
+    #[inline(always)]
+    unsafe fn store(floats: __m512, to: *mut i16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let integers = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(floats));
+            _mm256_storeu_si256(to.cast(), integers);
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_two([first, second]: [__m512; 2], to: *mut i16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            <Self as Number<Avx512>>::store(first, to);
+            <Self as Number<Avx512>>::store(second, to.add(Avx512::LANES));
+        }
+    }
+}
+
+/// The nearest integers.
+impl Number<Avx2> for i16 {
+    fn narrow(wide: &[f32], to: &mut [i16]) {
+        round(wide, to);
+    }
+    #[inline(always)]
+    unsafe fn store(floats: __m256, to: *mut i16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let words = _mm256_cvtps_epi32(floats);
+            let (low, high) = (_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+            _mm_storeu_si128(to.cast(), _mm_packs_epi32(low, high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_two([first, second]: [__m256; 2], to: *mut i16) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let (first, second) = (_mm256_cvtps_epi32(first), _mm256_cvtps_epi32(second));
+            // Halves of both in turns.
+            let packed = _mm256_packs_epi32(first, second);
+            _mm256_storeu_si256(to.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+        }
+    }
+}
+
+fn round(wide: &[f32], to: &mut [i16]) {
+    for (to, wide) in to.iter_mut().zip(wide) {
+        *to = wide.round_ties_even() as i16;
     }
 }
 
@@ -161,7 +223,7 @@ unsafe fn for_each_group<R: Registers, T: Number<R>>(
             let (piece, after) = std::mem::take(&mut rest).split_at_mut(in_group);
             let done = read(element, (*scale, *offset), piece);
             if done < piece.len() {
-                view.read_rest(element + done, (*scale, *offset), &mut piece[done..]);
+                view.read_rest(element + done, (*scale, *offset), &mut piece[done..], T::narrow);
             }
             (element, rest) = (end, after);
             end += view.group;

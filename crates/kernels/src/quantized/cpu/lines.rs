@@ -149,8 +149,18 @@ impl<'a> Lines<'a> {
         })
     }
 
+    pub(super) fn view(&self) -> &'a View<'a> {
+        self.view
+    }
+
     pub(super) fn levels(&self) -> Levels {
         self.view.levels
+    }
+
+    /// The first element of a line.
+    #[inline(always)]
+    pub(super) fn element(&self, line: usize) -> usize {
+        self.start + line * self.depth
     }
 
     /// Elements of a line.
@@ -160,7 +170,7 @@ impl<'a> Lines<'a> {
 
     /// The first group of a line.
     #[inline(always)]
-    fn group(&self, line: usize) -> usize {
+    pub(super) fn group(&self, line: usize) -> usize {
         self.start / self.view.group + line * self.groups
     }
 

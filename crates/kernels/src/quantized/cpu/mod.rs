@@ -5,6 +5,8 @@ mod digits;
 mod few_rows;
 #[cfg(target_arch = "x86_64")]
 mod in_order;
+#[cfg(target_arch = "x86_64")]
+mod integer_lines;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
@@ -20,6 +22,8 @@ mod tests;
 mod x86;
 
 pub(crate) use few_rows::{Rows, add_combinations};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use integer_lines::IntegerLines;
 
 use super::int8::ByteRows;
 use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
@@ -328,13 +332,19 @@ impl<'a> View<'a> {
     #[cfg(target_arch = "x86_64")]
     #[cold]
     #[inline(never)]
-    fn read_rest<T: Element>(&self, element: usize, scaling: (f32, f32), target: &mut [T]) {
+    fn read_rest<T>(
+        &self,
+        element: usize,
+        scaling: (f32, f32),
+        target: &mut [T],
+        narrow: impl Fn(&[f32], &mut [T]),
+    ) {
         const PIECE: usize = 64;
-        let mut wide = [T::Acc::ZERO; PIECE];
+        let mut wide = [0f32; PIECE];
         for (index, target) in target.chunks_mut(PIECE).enumerate() {
             let wide = &mut wide[..target.len()];
             self.read_group(element + index * PIECE, scaling, wide);
-            T::narrow(wide, target);
+            narrow(wide, target);
         }
     }
 

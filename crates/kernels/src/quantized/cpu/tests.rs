@@ -276,6 +276,7 @@ fn rows_of_any_size_give_the_products() {
 }
 
 /// As products of many rows read them, from and up to anywhere.
+#[cfg(target_arch = "x86_64")]
 #[test]
 fn numbers_are_rounded_as_each_is_alone() {
     use crate::backend::cpu::Element;

@@ -2,7 +2,8 @@
 
 use super::lines::{Lines, MOST_LANES, Ordered, Registers, SUMMED, Way, call_with};
 use super::numbers::{self, OrderedNumbers};
-use super::{View, digits, in_order, pairs};
+use super::scaling::fill_apart;
+use super::{ScalesView, View, digits, in_order, pairs};
 use crate::backend::cpu::simd::{Level, level};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -78,6 +79,40 @@ pub(super) fn read_bf16(view: &View, start: usize, out: &mut [bf16]) -> bool {
         unsafe { avx512(view, start, out) }
     }
     takes
+}
+
+/// Writes the integers nearest to what codes from element `start` on stand for in multiples of `unit`.
+#[inline(always)]
+pub(super) fn read_integers(view: &View, unit: f32, start: usize, out: &mut [i16]) {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    fn avx512(view: &View, start: usize, out: &mut [i16]) {
+        // SAFETY: the caller has the instructions.
+        unsafe { in_order::read::<Avx512, i16>(view, start, out) }
+    }
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn avx2(view: &View, start: usize, out: &mut [i16]) {
+        // SAFETY: the caller has the instructions.
+        unsafe { in_order::read::<Avx2, i16>(view, start, out) }
+    }
+    // One group, whose scale takes the unit away.
+    let scale = [unit.recip()];
+    let integers = View { group: view.len, scales: ScalesView::F32(&scale, &[]), ..*view };
+    // SAFETY of both: the machine has these lanes.
+    match lanes() {
+        Some(Avx512::LANES) => unsafe { avx512(&integers, start, out) },
+        Some(_) => unsafe { avx2(&integers, start, out) },
+        None => unreachable!("read without registers"),
+    }
+}
+
+/// Scales and, where they are asked for, offsets from group `first` on, in whole registers of either size.
+pub(super) fn read_scales(view: &View, first: usize, scales: &mut [f32], offsets: &mut [f32]) {
+    // SAFETY of both: the machine has these lanes.
+    match lanes() {
+        Some(Avx512::LANES) => unsafe { fill_apart::<Avx512>(view, first, scales, offsets) },
+        Some(_) => unsafe { fill_apart::<Avx2>(view, first, scales, offsets) },
+        None => unreachable!("read without registers"),
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]

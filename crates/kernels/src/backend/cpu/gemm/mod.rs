@@ -8,9 +8,11 @@
 //! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
 //! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
 //! as such where the machine can, for not too many rows by lines as they are stored; everything else in the type that
-//! sums are kept in, but for products of integers (`integers/`). The order of a sum follows from its terms and from
+//! sums are kept in, but for products of integers (`integers/`) and of bf16 with packed weights (`block_floats/`). The order of a sum follows from its terms and from
 //! whether there are so few rows ([`Kind::takes_lines`]).
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod block_floats;
 pub(crate) mod integers;
 mod kernels;
 mod pack;
@@ -49,8 +51,13 @@ const ENOUGH_TASKS: usize = 6;
 /// One product of a sum.
 #[derive(Clone, Copy)]
 pub(crate) enum Term<'a, A> {
-    Numbers { lhs: &'a Lhs<A>, rhs: Operand<'a, A> },
+    Numbers {
+        lhs: &'a Lhs<A>,
+        rhs: Operand<'a, A>,
+    },
     Integers(integers::Product<'a>),
+    #[cfg(target_arch = "x86_64")]
+    BlockFloats(block_floats::Product<'a>),
 }
 
 /// A part of a result.
@@ -284,6 +291,12 @@ pub(crate) fn add_terms<A: Real>(
         let (lhs, rhs) = match term {
             Term::Numbers { lhs, rhs } => (lhs, rhs),
             Term::Integers(product) => {
+                product.add(rows.clone(), columns.clone(), sums, stride, !first);
+                first = false;
+                continue;
+            }
+            #[cfg(target_arch = "x86_64")]
+            Term::BlockFloats(product) => {
                 product.add(rows.clone(), columns.clone(), sums, stride, !first);
                 first = false;
                 continue;
