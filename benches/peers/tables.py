@@ -65,6 +65,8 @@ def floor(report: Report, row: dict[str, Any]) -> float:
     working_set = cost["bytes"] / calls
     rate = min(peaks["read"], key=lambda pair: abs(math.log(working_set / pair[0])))[1]
     linear = peaks["linear_bf16"] if row.get("dtype") == "bf16" else peaks["linear_f32"]
+    if row.get("dtype") == "bf16" and (row.get("file") or row.get("quantization")):
+        linear = max(linear, peaks.get("linear_packed", 0.0))
     arithmetic = cost["operations"] / max(peaks["fma"], linear)
     return max(cost["bytes"] / rate, arithmetic, peaks.get("launch") or 0.0)
 
@@ -124,6 +126,7 @@ def render(report: Report) -> str:
     reads = ", ".join(f"{rate / 1e9:.0f} GB/s from {size >> 20} MiB" for size, rate in peaks["read"])
     launch = f"; an operation that does nothing {seconds(peaks['launch'])}" if peaks.get("launch") else ""
     versions = ", ".join(f"{TITLES[side]} {text}" for side, text in report["versions"].items())
+    packed = f", {peaks['linear_packed'] / 1e9:.0f} by packed weights" if "linear_packed" in peaks else ""
     lines = [
         f"## {name_of(report)}, {machine['cores']} cores, {gibibytes(machine['memory'])}",
         "",
@@ -133,7 +136,7 @@ def render(report: Report) -> str:
         "",
         f"Measured peaks: {peaks['fma'] / 1e9:.0f} GFLOP/s of f32 multiply-adds; our linear"
         f" {peaks['linear_f32'] / 1e9:.0f} GFLOP/s in f32 and {peaks['linear_bf16'] / 1e9:.0f} in"
-        f" bf16; reading {reads}; copying {peaks['copy'] / 1e9:.0f} GB/s{launch}.",
+        f" bf16{packed}; reading {reads}; copying {peaks['copy'] / 1e9:.0f} GB/s{launch}.",
     ]
     seeds = {name for _, name in SEEDS}
     others = [(name, name) for name in report["results"] if name not in seeds]

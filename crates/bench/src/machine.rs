@@ -3,10 +3,11 @@
 //! because a weight that stays in a cache is read faster than one that doesn't; arithmetic is f32
 //! fused multiply-adds in registers, and the product of large matrices as our own linear does it.
 
-use crate::rows::{Cost, Precision, random_ids};
+use crate::rows::{Cost, Packing, Precision, random_ids};
 use crate::timing::{Plan, QUEUE_CALLS, Workload, latency};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
+use metal_candle_kernels::quantized::{Weight, quantize};
 use metal_candle_kernels::{devices, matmul};
 use serde::Serialize;
 use std::hint::black_box;
@@ -90,6 +91,8 @@ pub struct Peaks {
     pub linear_f32: f64,
     /// The same in bf16.
     pub linear_bf16: f64,
+    /// The same in bf16 with weights in Q8_0.
+    pub linear_packed: f64,
     /// Seconds of an operation that does nothing, of many in a queue: memory for its result and the launch
     /// of its kernel. `None` where that isn't measured: on the CPU and on Metal.
     pub launch: Option<f64>,
@@ -121,8 +124,9 @@ impl Peaks {
             read,
             copy,
             fma: fma_rate(threads),
-            linear_f32: linear_rate(Precision::F32)?,
-            linear_bf16: linear_rate(Precision::Bf16)?,
+            linear_f32: linear_rate(Precision::F32, None)?,
+            linear_bf16: linear_rate(Precision::Bf16, None)?,
+            linear_packed: linear_rate(Precision::Bf16, Some(Packing::Q8_0))?,
             launch: None,
         })
     }
@@ -132,14 +136,15 @@ impl Peaks {
             .iter()
             .map(|&size| Ok((size, device_copy_bandwidth(device, size)?)))
             .collect::<Result<Vec<_>>>()?;
-        let linear_f32 = device_linear_rate(device, Precision::F32)?;
+        let linear_f32 = device_linear_rate(device, Precision::F32, None)?;
         Ok(Self {
             threads: 1,
             copy: read.last().map_or(0.0, |&(_, rate)| rate),
             read,
             fma: linear_f32,
             linear_f32,
-            linear_bf16: device_linear_rate(device, Precision::Bf16)?,
+            linear_bf16: device_linear_rate(device, Precision::Bf16, None)?,
+            linear_packed: device_linear_rate(device, Precision::Bf16, Some(Packing::Q8_0))?,
             launch: launch(device)?,
         })
     }
@@ -154,20 +159,23 @@ impl Peaks {
             .map_or(self.copy, |&(_, rate)| rate)
     }
 
-    /// Operations a second at best in that dtype: in bf16, what our own linear reaches where that is
-    /// more than f32 arithmetic can do.
-    pub fn arithmetic(&self, dtype: Precision) -> f64 {
-        match dtype {
-            Precision::F32 => self.fma.max(self.linear_f32),
-            Precision::Bf16 => self.fma.max(self.linear_bf16),
-        }
+    /// Operations a second at best in that dtype, by dense or packed weights: in bf16, what our own linear
+    /// reaches where that is more than f32 arithmetic can do.
+    pub fn arithmetic(&self, dtype: Precision, packed: bool) -> f64 {
+        let linear = match dtype {
+            Precision::F32 => self.linear_f32,
+            Precision::Bf16 if packed => self.linear_bf16.max(self.linear_packed),
+            Precision::Bf16 => self.linear_bf16,
+        };
+        self.fma.max(linear)
     }
 
-    /// The seconds that a call has to take on this machine when it reads again what `working_set` bytes
-    /// (see [`Work::working_set`](crate::Work::working_set)) came after.
-    pub fn floor(&self, cost: Cost, working_set: f64, dtype: Precision) -> f64 {
+    /// The seconds that a call has to take on this machine, by weights that are packed or not, when it reads again what
+    /// `working_set` bytes (see [`Work::working_set`](crate::Work::working_set)) came after.
+    pub fn floor(&self, cost: Cost, working_set: f64, dtype: Precision, packed: bool) -> f64 {
         let reading = cost.bytes / self.bandwidth(working_set);
-        reading.max(cost.operations / self.arithmetic(dtype)).max(self.launch.unwrap_or(0.0))
+        let computing = cost.operations / self.arithmetic(dtype, packed);
+        reading.max(computing).max(self.launch.unwrap_or(0.0))
     }
 }
 
@@ -236,8 +244,8 @@ fn fma_rate(threads: usize) -> f64 {
     })
 }
 
-fn linear_rate(dtype: Precision) -> Result<f64> {
-    linear_rate_of(&Device::Cpu, dtype, 1024, 2048)
+fn linear_rate(dtype: Precision, packing: Option<Packing>) -> Result<f64> {
+    linear_rate_of(&Device::Cpu, dtype, packing, 1024, 2048)
 }
 
 /// The best of some queues, as those that operations are timed in.
@@ -249,19 +257,32 @@ fn launch(device: &Device) -> Result<Option<f64>> {
 }
 
 /// `x·Wᵀ` with x `(8192, 8192)` and W the same, operations a second.
-fn device_linear_rate(device: &Device, dtype: Precision) -> Result<f64> {
-    linear_rate_of(device, dtype, 8192, 8192)
+fn device_linear_rate(device: &Device, dtype: Precision, packing: Option<Packing>) -> Result<f64> {
+    linear_rate_of(device, dtype, packing, 8192, 8192)
 }
 
-fn linear_rate_of(device: &Device, dtype: Precision, rows: usize, size: usize) -> Result<f64> {
+fn linear_rate_of(
+    device: &Device,
+    dtype: Precision,
+    packing: Option<Packing>,
+    rows: usize,
+    size: usize,
+) -> Result<f64> {
     let matrix = |rows: usize, seed| -> Result<Tensor> {
         let values: Vec<f32> =
             random_ids(rows * size, 1000, seed).into_iter().map(|id| id as f32 / 1e3).collect();
-        let matrix = Tensor::from_vec(values, (rows, size), &Device::Cpu)?;
-        Ok(matrix.to_dtype(dtype.dtype())?.to_device(device)?)
+        Ok(Tensor::from_vec(values, (rows, size), &Device::Cpu)?)
     };
-    let (x, weight) = (matrix(rows, 0)?, matrix(size, 1)?);
-    let mut product = || Ok(vec![matmul::linear(&x, &weight, None)?]);
+    let stored = |matrix: &Tensor| matrix.to_dtype(dtype.dtype())?.to_device(device);
+    let (x, weight) = (stored(&matrix(rows, 0)?)?, matrix(size, 1)?);
+    let packed = packing
+        .map(|packing| quantize(&weight, packing.format())?.to_device(device))
+        .transpose()?;
+    let weight = stored(&weight)?;
+    let mut product = || {
+        let weight = packed.as_ref().map_or(Weight::from(&weight), Weight::from);
+        Ok(vec![matmul::linear(&x, weight, None)?])
+    };
     let plan = Plan { warm_up: Duration::ZERO, samples: TRIES };
     let seconds = latency(&mut product as &mut dyn Workload, device, plan)?.p10;
     Ok((2 * rows * size * size) as f64 / seconds)
@@ -379,13 +400,16 @@ mod tests {
             fma: 10.0,
             linear_f32: 5.0,
             linear_bf16: 20.0,
+            linear_packed: 40.0,
             launch: Some(0.5),
         };
         assert_eq!((peaks.bandwidth(3e6), peaks.bandwidth(5e8)), (4.0, 1.0));
         let cost = Cost { bytes: 8.0, operations: 40.0 };
-        assert_eq!(peaks.floor(cost, 8.0, Precision::F32), 4.0);
-        assert_eq!(peaks.floor(cost, 1e9, Precision::Bf16), 8.0);
+        assert_eq!(peaks.floor(cost, 8.0, Precision::F32, true), 4.0);
+        assert_eq!(peaks.floor(cost, 1e9, Precision::Bf16, false), 8.0);
+        let packed = |dtype| [false, true].map(|packed| peaks.arithmetic(dtype, packed));
+        assert_eq!((packed(Precision::F32), packed(Precision::Bf16)), ([10.0; 2], [20.0, 40.0]));
         let small = Cost { bytes: 1.0, operations: 4.0 };
-        assert_eq!(peaks.floor(small, 1.0, Precision::F32), 0.5);
+        assert_eq!(peaks.floor(small, 1.0, Precision::F32, false), 0.5);
     }
 }

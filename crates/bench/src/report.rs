@@ -68,7 +68,9 @@ pub fn measure(
         None if forgotten => peak_resident_bytes(),
         None => None,
     };
-    let floor = peaks.floor(row.work.cost()?, row.work.working_set()?, row.work.precision());
+    let work = &row.work;
+    let floor =
+        peaks.floor(work.cost()?, work.working_set()?, work.precision(), work.has_packed_weights());
     Ok(Measured {
         row: row.clone(),
         call,

@@ -897,6 +897,11 @@ impl Work {
         }
     }
 
+    /// Whether products are with weights in fewer bits.
+    pub fn has_packed_weights(&self) -> bool {
+        matches!(self, Self::QuantizedLinear { .. }) || self.quantization().is_some()
+    }
+
     /// The bytes of a call's results.
     pub fn result_bytes(&self) -> usize {
         const F32: usize = size_of::<f32>();

@@ -408,10 +408,11 @@ fn heading(report: &Report, compute: Option<String>) -> String {
         (
             "Arithmetic",
             format!(
-                "{} GFLOP/s of f32 multiply-adds; linear {} in f32, {} in bf16",
+                "{} GFLOP/s of f32 multiply-adds; linear {} in f32, {} in bf16, {} by packed weights",
                 giga(peaks.fma),
                 giga(peaks.linear_f32),
-                giga(peaks.linear_bf16)
+                giga(peaks.linear_bf16),
+                giga(peaks.linear_packed)
             ),
         ),
     ];
