@@ -446,7 +446,10 @@ pub fn describe_compute(precision: Precision, base: BaseCompute, device: &Device
         Device::Metal(_) => "the Mac's GPU",
     };
     let dtype = dtype(precision).as_str();
-    let default = if precision == Precision::Auto { " (--dtype chooses)" } else { "" };
+    let default = match precision {
+        Precision::Auto => " (half the memory of f32; --dtype chooses)",
+        _ => "",
+    };
     let base = base.described().map_or(String::new(), |(_, _, numbers)| {
         format!("; frozen linear layers are held and multiplied in {numbers}")
     });

@@ -7,8 +7,8 @@
 //! much as sums in f32 lose.
 
 use super::integer_lines::unit;
-use super::lines::{Lines, MOST_LANES, Ordered, Piece, Registers, call_with, dots_by};
-use super::x86::{Avx2, Avx512};
+use super::lines::{Lines, Ordered, Piece, dots_by};
+use super::registers::{Avx2, Avx512, MOST_LANES, Registers, call_with};
 use crate::backend::cpu::gemm::block_floats::PowerOfTwo;
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{has_byte_dots, has_narrow_byte_dots};

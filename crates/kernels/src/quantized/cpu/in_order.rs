@@ -1,9 +1,8 @@
 //! The numbers of codes one after the other, in registers of several.
 
 use super::View;
-use super::lines::{MOST_LANES, Registers};
+use super::registers::{Avx2, Avx512, MOST_LANES, Registers};
 use super::scaling::fill;
-use super::x86::{Avx2, Avx512};
 use crate::backend::cpu::Element;
 use crate::quantized::Levels;
 use half::bf16;

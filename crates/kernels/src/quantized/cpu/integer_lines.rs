@@ -1,6 +1,7 @@
 //! Lines of codes, read as integers.
 
-use super::lines::{Lines, MOST_LANES};
+use super::lines::Lines;
+use super::registers::MOST_LANES;
 use super::{Elements, x86};
 use crate::quantized::Levels;
 use std::ops::Range;

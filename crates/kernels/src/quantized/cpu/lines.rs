@@ -13,17 +13,15 @@
 use super::digits::{By, OrderedDigits};
 use super::numbers::OrderedNumbers;
 use super::pairs::{self, OrderedPairs};
+use super::registers::{MOST_LANES, Registers, SUMMED};
 use super::scaling::{Halves, OfBlocks, Ready, Scaling, fill_apart, groups_of_block};
 use super::{Elements, ScalesView, View};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::prefetch;
 use crate::matmul::few_rows::{FEW_ROWS, sum_lanes};
 use crate::quantized::Levels;
-use half::{bf16, f16};
+use half::bf16;
 use std::ops::Range;
-
-/// Lanes of a register at most.
-pub(super) const MOST_LANES: usize = 16;
 
 /// Bytes of a piece of codes at most.
 const MOST_BYTES: usize = 4 * MOST_LANES;
@@ -34,80 +32,8 @@ const AHEAD: usize = 8192;
 /// Scales and as many offsets that are made ready at a time, or those of a line where it has more.
 const READY: usize = 2048;
 
-/// Registers whose lanes are summed together.
-pub(super) const SUMMED: usize = 4;
-
 /// Pieces whose scales are read together: those of a register, where a lane has a quarter of a group.
 const TOGETHER: usize = 4;
-
-/// Registers of 32-bit lanes.
-///
-/// # Safety
-/// The machine needs the instructions; pointers need as many numbers behind them as are read or written.
-pub(super) trait Registers {
-    const LANES: usize;
-    type Floats: Copy;
-    type Words: Copy;
-    /// Sixteen numbers.
-    type Table: Copy;
-    /// Whether they are looked up by one instruction, which is fewer than it takes to make floats of codes.
-    const LOOKS_UP_AT_ONCE: bool;
-
-    /// Calls what is compiled for these registers, as a function of its own.
-    unsafe fn call(f: impl FnOnce());
-    unsafe fn zeros() -> Self::Floats;
-    unsafe fn floats(number: f32) -> Self::Floats;
-    unsafe fn load(from: *const f32) -> Self::Floats;
-    unsafe fn store(floats: Self::Floats, to: *mut f32);
-    unsafe fn load_words(from: *const u32) -> Self::Words;
-    unsafe fn load_table(from: &[f32; 16]) -> Self::Table;
-    /// Each `number·scale + offset`, rounded twice.
-    unsafe fn scale_table(table: Self::Table, scale: f32, offset: f32) -> Self::Table;
-    /// `a·b + c`
-    unsafe fn multiply_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    unsafe fn subtract(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// The sum of each one's lanes.
-    unsafe fn sums(floats: &[Self::Floats; SUMMED]) -> [f32; SUMMED];
-    unsafe fn shift_left(words: Self::Words, bits: u32) -> Self::Words;
-    unsafe fn shift_right(words: Self::Words, bits: u32) -> Self::Words;
-    /// With copies of the sign.
-    unsafe fn shift_right_signed(words: Self::Words, bits: u32) -> Self::Words;
-    /// `words & mask | with`
-    unsafe fn mask(words: Self::Words, mask: u32, with: u32) -> Self::Floats;
-    /// The numbers of a table for the lowest four bits of every lane.
-    unsafe fn look_up(table: Self::Table, indices: Self::Words) -> Self::Floats;
-    /// Zeros but in the first lanes.
-    unsafe fn first(floats: Self::Floats, count: usize) -> Self::Floats;
-    /// Lane `indices[l]` in lane `l`.
-    unsafe fn permute(floats: Self::Floats, indices: Self::Words) -> Self::Floats;
-    /// Codes of `BITS` bits, one a lane, of 16 bytes that can be read.
-    unsafe fn codes_in_order<const BITS: usize>(from: *const u8) -> Self::Words;
-    /// The numbers that the words are, below 2^31.
-    unsafe fn converted(words: Self::Words) -> Self::Floats;
-    /// Codes of `BITS` bits, four in the lowest bits of every lane; what is above them is of no account.
-    unsafe fn codes<const BITS: usize>(from: *const u8) -> Self::Words;
-    unsafe fn halves(from: *const f16) -> Self::Floats;
-    unsafe fn bytes(from: *const u8, signed: bool) -> Self::Floats;
-}
-
-/// `call` of [`Registers`] and [`Piece`] for these instructions.
-macro_rules! call_with {
-    ($features:literal) => {
-        #[inline(always)]
-        unsafe fn call(f: impl FnOnce()) {
-            #[inline(never)]
-            #[target_feature(enable = $features)]
-            fn call(f: impl FnOnce()) {
-                f();
-            }
-            // SAFETY: as promised by the caller.
-            unsafe { call(f) }
-        }
-    };
-}
-pub(super) use call_with;
 
 /// How the lines of a matrix lie.
 #[derive(Clone, Copy)]

@@ -15,6 +15,8 @@ mod numbers;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod registers;
+#[cfg(target_arch = "x86_64")]
 mod scaling;
 #[cfg(test)]
 mod tests;

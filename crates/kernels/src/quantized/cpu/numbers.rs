@@ -1,6 +1,7 @@
 //! Dot products of a few rows with codes of any kind, which become numbers in f32.
 
-use super::lines::{Lines, Ordered, Piece, Registers, dots_by};
+use super::lines::{Lines, Ordered, Piece, dots_by};
+use super::registers::Registers;
 use crate::backend::cpu::scratch::Scratch;
 use crate::quantized::Levels;
 use std::ops::Range;

@@ -4,8 +4,8 @@
 //! Half a lane of a register, 16 bits, has two or four neighbouring codes, so that a register of codes, shifted, has
 //! all of them in turn as indices of a table of two bytes a number. [`OrderedPairs`] has the rows in the same order.
 
-use super::lines::{Lines, MOST_LANES, Ordered, Piece, call_with, dots_by};
-use super::x86::Avx512;
+use super::lines::{Lines, Ordered, Piece, dots_by};
+use super::registers::{Avx512, MOST_LANES, call_with};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{Level, as_pairs, level, vectorize};
 use crate::quantized::Levels;

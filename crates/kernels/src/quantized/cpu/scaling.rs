@@ -1,6 +1,7 @@
 //! Scales and offsets of groups in registers: of lines that are multiplied by rows, and of numbers that are read.
 
-use super::lines::{MOST_LANES, Registers, filled_up};
+use super::lines::filled_up;
+use super::registers::{MOST_LANES, Registers};
 use super::{ScalesView, View, e4m3, e8m0};
 use crate::backend::cpu::simd::prefetch;
 use crate::quantized::{BLOCK, NESTED};

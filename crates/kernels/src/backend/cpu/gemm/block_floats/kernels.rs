@@ -3,6 +3,7 @@
 use super::super::kernels::{PANEL, STRIDE};
 use super::GROUP;
 use crate::backend::cpu::simd::{has_narrow_byte_dots, has_vnni};
+use crate::quantized::cpu::registers::{Avx2, Avx512, Registers};
 use std::arch::x86_64::*;
 
 /// The instructions by which pairs of 16 bits are multiplied, which come with those for bytes.
@@ -64,12 +65,12 @@ impl Panel {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
         unsafe fn wide(panel: Panel, scaled: usize) {
             // SAFETY: as promised by the caller.
-            unsafe { for_scales::<Wide, 12, 2>(panel, scaled) }
+            unsafe { for_scales::<Avx512, 12, 2>(panel, scaled) }
         }
         #[target_feature(enable = "avxvnni,avx2,fma")]
         unsafe fn narrow(panel: Panel, scaled: usize) {
             // SAFETY: as promised by the caller.
-            unsafe { for_scales::<Narrow, 6, 2>(panel, scaled) }
+            unsafe { for_scales::<Avx2, 6, 2>(panel, scaled) }
         }
         // SAFETY: as promised by the caller.
         unsafe {
@@ -84,7 +85,10 @@ impl Panel {
 /// # Safety
 /// As [`Panel::multiply`].
 #[inline(always)]
-unsafe fn for_scales<R: Registers, const M: usize, const N: usize>(panel: Panel, scaled: usize) {
+unsafe fn for_scales<R: PairRegisters, const M: usize, const N: usize>(
+    panel: Panel,
+    scaled: usize,
+) {
     const HALF: usize = GROUP / 2;
     // SAFETY: as promised by the caller.
     unsafe {
@@ -101,7 +105,7 @@ unsafe fn for_scales<R: Registers, const M: usize, const N: usize>(panel: Panel,
 /// # Safety
 /// As [`Panel::multiply`].
 #[inline(always)]
-unsafe fn by_registers<R: Registers, const M: usize, const N: usize, const SCALED: usize>(
+unsafe fn by_registers<R: PairRegisters, const M: usize, const N: usize, const SCALED: usize>(
     panel: Panel,
 ) {
     let words = SCALED / 2;
@@ -116,31 +120,32 @@ unsafe fn by_registers<R: Registers, const M: usize, const N: usize, const SCALE
                     first = false;
                 }
                 for part in 0..panel.words / words {
-                    let mut integers = [[R::zero(); N]; M];
+                    let mut integers = [[R::zero_words(); N]; M];
                     for word in part * words..(part + 1) * words {
-                        let mut right = [R::zero(); N];
+                        let mut right = [R::zero_words(); N];
                         for (n, right) in right.iter_mut().enumerate() {
-                            *right = R::load(panel.rhs.add(word * PANEL + column + n * R::LANES));
+                            *right =
+                                R::load_words(panel.rhs.add(word * PANEL + column + n * R::LANES));
                         }
                         for (m, integers) in integers.iter_mut().enumerate() {
-                            let left = R::splat(lhs.add(m * STRIDE + word));
+                            let left = R::words(*lhs.add(m * STRIDE + word));
                             for (sum, right) in integers.iter_mut().zip(right) {
                                 *sum = R::add_pairs(*sum, left, right);
                             }
                         }
                     }
-                    let mut scales = [R::zero_floats(); N];
+                    let mut scales = [R::zeros(); N];
                     for (n, scale) in scales.iter_mut().enumerate() {
                         let place = part * PANEL + column + n * R::LANES;
-                        *scale = R::load_floats(panel.scales.add(place));
+                        *scale = R::load(panel.scales.add(place));
                     }
                     let group = part * SCALED / GROUP;
                     for (m, integers) in integers.iter().enumerate() {
                         let power = panel.powers.add((row + m) * panel.groups + group);
-                        let power = R::splat_float(power);
+                        let power = R::floats(*power);
                         for (n, integers) in integers.iter().enumerate() {
                             let target = panel.sums_at(row + m, column + n * R::LANES);
-                            let sum = if first { R::zero_floats() } else { R::load_floats(target) };
+                            let sum = if first { R::zeros() } else { R::load(target) };
                             // First by the scale, as powers may be large.
                             let scaled = R::multiply(R::converted(*integers), scales[n]);
                             R::store(R::multiply_add(scaled, power, sum), target);
@@ -158,7 +163,7 @@ unsafe fn by_registers<R: Registers, const M: usize, const N: usize, const SCALE
 /// # Safety
 /// As [`Panel::multiply`].
 #[inline(always)]
-unsafe fn add_offsets<R: Registers, const M: usize, const N: usize>(
+unsafe fn add_offsets<R: PairRegisters, const M: usize, const N: usize>(
     panel: Panel,
     offsets: *const f32,
     row: usize,
@@ -166,14 +171,14 @@ unsafe fn add_offsets<R: Registers, const M: usize, const N: usize>(
 ) {
     // SAFETY: offsets stay inside what the caller promised.
     unsafe {
-        let mut sums = [[R::zero_floats(); N]; M];
+        let mut sums = [[R::zeros(); N]; M];
         for group in 0..2 * panel.words / GROUP {
-            let mut right = [R::zero_floats(); N];
+            let mut right = [R::zeros(); N];
             for (n, right) in right.iter_mut().enumerate() {
-                *right = R::load_floats(offsets.add(group * PANEL + column + n * R::LANES));
+                *right = R::load(offsets.add(group * PANEL + column + n * R::LANES));
             }
             for (m, sums) in sums.iter_mut().enumerate() {
-                let left = R::splat_float(panel.of_groups.add((row + m) * panel.groups + group));
+                let left = R::floats(*panel.of_groups.add((row + m) * panel.groups + group));
                 for (sum, right) in sums.iter_mut().zip(right) {
                     *sum = R::multiply_add(left, right, *sum);
                 }
@@ -182,144 +187,52 @@ unsafe fn add_offsets<R: Registers, const M: usize, const N: usize>(
         for (m, sums) in sums.iter().enumerate() {
             for (n, sum) in sums.iter().enumerate() {
                 let target = panel.sums_at(row + m, column + n * R::LANES);
-                let before = if panel.first { R::zero_floats() } else { R::load_floats(target) };
+                let before = if panel.first { R::zeros() } else { R::load(target) };
                 R::store(R::add(before, *sum), target);
             }
         }
     }
 }
 
+/// Registers whose lanes are two integers of 16 bits.
+///
 /// # Safety
-/// Of all: the machine needs the instructions, and pointers as many numbers as lanes, or one.
-trait Registers {
-    const LANES: usize;
-    type Words: Copy;
-    type Floats: Copy;
-    unsafe fn zero() -> Self::Words;
-    unsafe fn load(from: *const u32) -> Self::Words;
-    unsafe fn splat(from: *const u32) -> Self::Words;
-    /// `sum + a0·b0 + a1·b1` of each lane's two integers.
+/// As of [`Registers`].
+trait PairRegisters: Registers {
+    unsafe fn zero_words() -> Self::Words;
+    unsafe fn words(word: u32) -> Self::Words;
+    /// `sum + a0·b0 + a1·b1`, lane by lane.
     unsafe fn add_pairs(sum: Self::Words, a: Self::Words, b: Self::Words) -> Self::Words;
-    unsafe fn converted(words: Self::Words) -> Self::Floats;
-    unsafe fn zero_floats() -> Self::Floats;
-    unsafe fn load_floats(from: *const f32) -> Self::Floats;
-    unsafe fn splat_float(from: *const f32) -> Self::Floats;
-    unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// `a·b + c`
-    unsafe fn multiply_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    unsafe fn store(floats: Self::Floats, to: *mut f32);
 }
 
-struct Wide;
-struct Narrow;
-
 // SAFETY of all: as the callers of a method promise.
-impl Registers for Wide {
-    const LANES: usize = 16;
-    type Words = __m512i;
-    type Floats = __m512;
+impl PairRegisters for Avx512 {
     #[inline(always)]
-    unsafe fn zero() -> __m512i {
+    unsafe fn zero_words() -> __m512i {
         unsafe { _mm512_setzero_si512() }
     }
     #[inline(always)]
-    unsafe fn load(from: *const u32) -> __m512i {
-        unsafe { _mm512_loadu_si512(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn splat(from: *const u32) -> __m512i {
-        unsafe { _mm512_set1_epi32(*from as i32) }
+    unsafe fn words(word: u32) -> __m512i {
+        unsafe { _mm512_set1_epi32(word as i32) }
     }
     #[inline(always)]
     unsafe fn add_pairs(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
         unsafe { _mm512_dpwssd_epi32(sum, a, b) }
     }
-    #[inline(always)]
-    unsafe fn converted(words: __m512i) -> __m512 {
-        unsafe { _mm512_cvtepi32_ps(words) }
-    }
-    #[inline(always)]
-    unsafe fn zero_floats() -> __m512 {
-        unsafe { _mm512_setzero_ps() }
-    }
-    #[inline(always)]
-    unsafe fn load_floats(from: *const f32) -> __m512 {
-        unsafe { _mm512_loadu_ps(from) }
-    }
-    #[inline(always)]
-    unsafe fn splat_float(from: *const f32) -> __m512 {
-        unsafe { _mm512_set1_ps(*from) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn multiply(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn multiply_add(a: __m512, b: __m512, c: __m512) -> __m512 {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn store(floats: __m512, to: *mut f32) {
-        unsafe { _mm512_storeu_ps(to, floats) }
-    }
 }
 
 // SAFETY of all: as the callers of a method promise.
-impl Registers for Narrow {
-    const LANES: usize = 8;
-    type Words = __m256i;
-    type Floats = __m256;
+impl PairRegisters for Avx2 {
     #[inline(always)]
-    unsafe fn zero() -> __m256i {
+    unsafe fn zero_words() -> __m256i {
         unsafe { _mm256_setzero_si256() }
     }
     #[inline(always)]
-    unsafe fn load(from: *const u32) -> __m256i {
-        unsafe { _mm256_loadu_si256(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn splat(from: *const u32) -> __m256i {
-        unsafe { _mm256_set1_epi32(*from as i32) }
+    unsafe fn words(word: u32) -> __m256i {
+        unsafe { _mm256_set1_epi32(word as i32) }
     }
     #[inline(always)]
     unsafe fn add_pairs(sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
         unsafe { _mm256_dpwssd_avx_epi32(sum, a, b) }
-    }
-    #[inline(always)]
-    unsafe fn converted(words: __m256i) -> __m256 {
-        unsafe { _mm256_cvtepi32_ps(words) }
-    }
-    #[inline(always)]
-    unsafe fn zero_floats() -> __m256 {
-        unsafe { _mm256_setzero_ps() }
-    }
-    #[inline(always)]
-    unsafe fn load_floats(from: *const f32) -> __m256 {
-        unsafe { _mm256_loadu_ps(from) }
-    }
-    #[inline(always)]
-    unsafe fn splat_float(from: *const f32) -> __m256 {
-        unsafe { _mm256_set1_ps(*from) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn multiply(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn multiply_add(a: __m256, b: __m256, c: __m256) -> __m256 {
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn store(floats: __m256, to: *mut f32) {
-        unsafe { _mm256_storeu_ps(to, floats) }
     }
 }
