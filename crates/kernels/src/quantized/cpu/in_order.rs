@@ -123,6 +123,58 @@ fn round(wide: &[f32], to: &mut [i16]) {
     }
 }
 
+/// Integers of a register.
+pub(super) const INTEGERS: usize = 32;
+
+/// Writes as many of the integers that codes of 4 or 8 bits from element `start` on are read as, those of 4 bits by a table that
+/// has them twice, as fill registers, and says how many these are.
+///
+/// # Safety
+/// The machine needs AVX-512 F and BW.
+#[inline(always)]
+pub(super) unsafe fn read_integers(
+    view: &View,
+    table: &[i16; INTEGERS],
+    start: usize,
+    out: &mut [i16],
+) -> usize {
+    let bits = view.levels.bits();
+    let bytes = INTEGERS * bits / 8;
+    if !(start * bits).is_multiple_of(8) {
+        return 0;
+    }
+    let codes = &view.codes[start * bits / 8..];
+    let count = (out.len() / INTEGERS).min(codes.len() / bytes);
+    let (from, to) = (codes.as_ptr(), out.as_mut_ptr());
+    // SAFETY: as promised by the caller, and as many bytes and integers are there.
+    unsafe {
+        match (bits, view.levels) {
+            (8, Levels::Integers { zero, .. }) => {
+                let zero = _mm512_set1_epi16(i16::from(zero));
+                for index in 0..count {
+                    let codes = _mm256_loadu_si256(from.add(index * bytes).cast());
+                    let integers = _mm512_sub_epi16(_mm512_cvtepu8_epi16(codes), zero);
+                    _mm512_storeu_si512(to.add(index * INTEGERS).cast(), integers);
+                }
+            }
+            (4, _) => {
+                let table = _mm512_loadu_si512(table.as_ptr().cast());
+                for index in 0..count {
+                    let codes =
+                        _mm512_cvtepu8_epi32(_mm_loadu_si128(from.add(index * bytes).cast()));
+                    // The second code of a byte in the upper half of its lane. Of what is above a code one bit is read, for which
+                    // the table has its integers twice.
+                    let places = _mm512_or_si512(codes, _mm512_slli_epi32::<12>(codes));
+                    let integers = _mm512_permutexvar_epi16(places, table);
+                    _mm512_storeu_si512(to.add(index * INTEGERS).cast(), integers);
+                }
+            }
+            _ => return 0,
+        }
+    }
+    count * INTEGERS
+}
+
 /// Writes the numbers from element `start` on.
 ///
 /// # Safety

@@ -1,5 +1,6 @@
 //! Lines of codes, read as integers.
 
+use super::in_order::INTEGERS;
 use super::lines::Lines;
 use super::registers::MOST_LANES;
 use super::{Elements, x86};
@@ -13,6 +14,8 @@ use std::ops::Range;
 pub(crate) struct IntegerLines<'a> {
     lines: Lines<'a>,
     unit: f32,
+    /// Those of codes of 4 bits, twice.
+    table: [i16; INTEGERS],
 }
 
 /// The number that levels are small integers of, if they are.
@@ -48,7 +51,16 @@ impl<'a> IntegerLines<'a> {
             }
             (None, _) => return None,
         };
-        Some(IntegerLines { lines, unit })
+        let level = |code: usize| match lines.levels() {
+            Levels::Table(levels) => levels[code],
+            Levels::Integers { zero, .. } => code as f32 - f32::from(zero),
+            Levels::E4m3 => f32::NAN,
+        };
+        let mut table = [0; INTEGERS];
+        for (code, integer) in table.iter_mut().enumerate() {
+            *integer = (level(code % 16) * unit.recip()).round_ties_even() as i16;
+        }
+        Some(IntegerLines { lines, unit, table })
     }
 
     /// Elements that a scale is for.
@@ -67,6 +79,7 @@ impl<'a> IntegerLines<'a> {
         x86::read_integers(
             self.lines.view(),
             self.unit,
+            &self.table,
             self.lines.element(line) + elements.start,
             target,
         );

@@ -1,5 +1,6 @@
 //! What is computed with the registers that this machine has.
 
+use super::in_order::INTEGERS;
 use super::lines::{Lines, Ordered, Way};
 use super::numbers::{self, OrderedNumbers};
 use super::registers::{Avx2, Avx512, Registers};
@@ -81,13 +82,23 @@ pub(super) fn read_bf16(view: &View, start: usize, out: &mut [bf16]) -> bool {
     takes
 }
 
-/// Writes the integers nearest to what codes from element `start` on stand for in multiples of `unit`.
+/// Writes the integers nearest to what codes from element `start` on stand for in multiples of `unit`, which are those of the
+/// table where codes have 4 bits.
 #[inline(always)]
-pub(super) fn read_integers(view: &View, unit: f32, start: usize, out: &mut [i16]) {
+pub(super) fn read_integers(
+    view: &View,
+    unit: f32,
+    table: &[i16; INTEGERS],
+    start: usize,
+    out: &mut [i16],
+) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    fn avx512(view: &View, start: usize, out: &mut [i16]) {
-        // SAFETY: the caller has the instructions.
-        unsafe { in_order::read::<Avx512, i16>(view, start, out) }
+    fn avx512(view: &View, table: &[i16; INTEGERS], start: usize, out: &mut [i16]) {
+        // SAFETY of both: the caller has the instructions.
+        let done = unsafe { in_order::read_integers(view, table, start, out) };
+        if done < out.len() {
+            unsafe { in_order::read::<Avx512, i16>(view, start + done, &mut out[done..]) }
+        }
     }
     #[target_feature(enable = "avx2,fma,f16c")]
     fn avx2(view: &View, start: usize, out: &mut [i16]) {
@@ -99,7 +110,7 @@ pub(super) fn read_integers(view: &View, unit: f32, start: usize, out: &mut [i16
     let integers = View { group: view.len, scales: ScalesView::F32(&scale, &[]), ..*view };
     // SAFETY of both: the machine has these lanes.
     match lanes() {
-        Some(Avx512::LANES) => unsafe { avx512(&integers, start, out) },
+        Some(Avx512::LANES) => unsafe { avx512(&integers, table, start, out) },
         Some(_) => unsafe { avx2(&integers, start, out) },
         None => unreachable!("read without registers"),
     }

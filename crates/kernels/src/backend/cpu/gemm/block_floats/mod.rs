@@ -293,18 +293,37 @@ fn pack_scales(
     offsets: &mut [f32],
 ) {
     let groups = numbers.start / rhs.group()..numbers.end.div_ceil(rhs.group());
-    let room = groups.len().next_multiple_of(IntegerLines::LANES);
-    let (mut from, mut added) = (Scratch::new(room), Scratch::new(room));
-    let added = if rhs.has_offsets() { &mut added[..] } else { &mut [] };
-    for (column, line) in lines.enumerate() {
-        rhs.read_scales(line, groups.start, &mut from, added);
-        for (index, scales) in scales.chunks_exact_mut(PANEL).enumerate() {
-            let group = (numbers.start + index * scaled) / rhs.group() - groups.start;
-            scales[column] = from[group];
+    // Whole squares of lines and groups, which are turned.
+    let room = groups.len().next_multiple_of(SQUARE.max(IntegerLines::LANES));
+    let mut by_line = [Scratch::new(PANEL * room), Scratch::new(PANEL * room)];
+    let [from, added] = &mut by_line;
+    let each = from.chunks_exact_mut(room).zip(added.chunks_exact_mut(room));
+    for (line, (from, added)) in lines.zip(each) {
+        let added = if rhs.has_offsets() { added } else { &mut [] };
+        rhs.read_scales(line, groups.start, from, added);
+    }
+    let mut by_group = Scratch::new(room * PANEL);
+    for (by_line, target) in by_line.iter().zip([scales, offsets]) {
+        if target.is_empty() {
+            continue;
         }
-        for (index, offsets) in offsets.chunks_exact_mut(PANEL).enumerate() {
+        for (line, group) in (0..PANEL)
+            .step_by(SQUARE)
+            .flat_map(|line| (0..room).step_by(SQUARE).map(move |group| (line, group)))
+        {
+            let source = &by_line[line * room + group..];
+            let square = &mut by_group[group * PANEL + line..];
+            assert!(source.len() >= (SQUARE - 1) * room + SQUARE);
+            assert!(square.len() >= (SQUARE - 1) * PANEL + SQUARE);
+            // SAFETY: as asserted.
+            unsafe {
+                let source = source.as_ptr().cast();
+                transpose_square(source, size_of::<f32>() * room, square.as_mut_ptr(), PANEL);
+            }
+        }
+        for (index, target) in target.chunks_exact_mut(PANEL).enumerate() {
             let group = (numbers.start + index * scaled) / rhs.group() - groups.start;
-            offsets[column] = added[group];
+            target.copy_from_slice(&by_group[group * PANEL..][..PANEL]);
         }
     }
 }
