@@ -66,6 +66,23 @@ impl Levels {
             Self::E4m3 => 8,
         }
     }
+
+    /// What codes stand for that have 4 bits.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn of_four_bits(self) -> Option<[f32; 16]> {
+        match self {
+            Self::Table(levels) => Some(*levels),
+            Self::Integers { bits: 4, zero } => {
+                let mut levels = [0.0; 16];
+                for (code, level) in levels.iter_mut().enumerate() {
+                    *level = code as f32 - f32::from(zero);
+                }
+                Some(levels)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// NF4 of QLoRA (Dettmers et al. 2023, <https://arxiv.org/abs/2305.14314>, appendix E): quantiles of the normal

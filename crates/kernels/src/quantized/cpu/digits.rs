@@ -216,7 +216,6 @@ impl OrderedDigits {
 /// # Safety
 /// As of [`Registers`].
 trait ByteRegisters: Registers {
-    unsafe fn zero_words() -> Self::Words;
     unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words;
     /// The lowest four bits of every byte.
     unsafe fn nibbles(words: Self::Words) -> Self::Words;
@@ -228,10 +227,6 @@ trait ByteRegisters: Registers {
 
 // SAFETY of all: as the callers of a method promise.
 impl ByteRegisters for Avx512 {
-    #[inline(always)]
-    unsafe fn zero_words() -> __m512i {
-        unsafe { _mm512_setzero_si512() }
-    }
     #[inline(always)]
     unsafe fn add_words(a: __m512i, b: __m512i) -> __m512i {
         unsafe { _mm512_add_epi32(a, b) }
@@ -252,10 +247,6 @@ impl ByteRegisters for Avx512 {
 
 // SAFETY of all: as the callers of a method promise.
 impl ByteRegisters for Avx2 {
-    #[inline(always)]
-    unsafe fn zero_words() -> __m256i {
-        unsafe { _mm256_setzero_si256() }
-    }
     #[inline(always)]
     unsafe fn add_words(a: __m256i, b: __m256i) -> __m256i {
         unsafe { _mm256_add_epi32(a, b) }

@@ -216,16 +216,9 @@ pub(super) unsafe fn read<R: Registers, T: Number<R>>(view: &View, start: usize,
                 )
             }};
         }
-        let levels = match view.levels {
-            Levels::Table(levels) => *levels,
-            Levels::Integers { bits: 4, zero } => {
-                let mut levels = [0.0; 16];
-                for (code, level) in levels.iter_mut().enumerate() {
-                    *level = code as f32 - f32::from(zero);
-                }
-                levels
-            }
-            Levels::Integers { bits, zero } => {
+        let levels = match (view.levels.of_four_bits(), view.levels) {
+            (Some(levels), _) => levels,
+            (None, Levels::Integers { bits, zero }) => {
                 return match bits {
                     2 => integers!(2, zero),
                     3 => integers!(3, zero),
@@ -234,7 +227,7 @@ pub(super) unsafe fn read<R: Registers, T: Number<R>>(view: &View, start: usize,
                     _ => integers!(8, zero),
                 };
             }
-            Levels::E4m3 => unreachable!("read without registers"),
+            (None, _) => unreachable!("read without registers"),
         };
         let levels = R::load_table(&levels);
         by_registers!(

@@ -51,14 +51,10 @@ impl<'a> IntegerLines<'a> {
             }
             (None, _) => return None,
         };
-        let level = |code: usize| match lines.levels() {
-            Levels::Table(levels) => levels[code],
-            Levels::Integers { zero, .. } => code as f32 - f32::from(zero),
-            Levels::E4m3 => f32::NAN,
-        };
         let mut table = [0; INTEGERS];
-        for (code, integer) in table.iter_mut().enumerate() {
-            *integer = (level(code % 16) * unit.recip()).round_ties_even() as i16;
+        let levels = lines.levels().of_four_bits().unwrap_or_default();
+        for (integer, level) in table.iter_mut().zip(levels.iter().cycle()) {
+            *integer = (level * unit.recip()).round_ties_even() as i16;
         }
         Some(IntegerLines { lines, unit, table })
     }

@@ -28,6 +28,7 @@ pub(crate) trait Registers {
     unsafe fn floats(number: f32) -> Self::Floats;
     unsafe fn load(from: *const f32) -> Self::Floats;
     unsafe fn store(floats: Self::Floats, to: *mut f32);
+    unsafe fn zero_words() -> Self::Words;
     unsafe fn load_words(from: *const u32) -> Self::Words;
     unsafe fn load_table(from: &[f32; 16]) -> Self::Table;
     /// Each `number·scale + offset`, rounded twice.
@@ -163,6 +164,10 @@ impl Registers for Avx512 {
     #[inline(always)]
     unsafe fn store(floats: __m512, to: *mut f32) {
         unsafe { _mm512_storeu_ps(to, floats) }
+    }
+    #[inline(always)]
+    unsafe fn zero_words() -> __m512i {
+        unsafe { _mm512_setzero_si512() }
     }
     #[inline(always)]
     unsafe fn load_words(from: *const u32) -> __m512i {
@@ -338,6 +343,10 @@ impl Registers for Avx2 {
     #[inline(always)]
     unsafe fn store(floats: __m256, to: *mut f32) {
         unsafe { _mm256_storeu_ps(to, floats) }
+    }
+    #[inline(always)]
+    unsafe fn zero_words() -> __m256i {
+        unsafe { _mm256_setzero_si256() }
     }
     #[inline(always)]
     unsafe fn load_words(from: *const u32) -> __m256i {

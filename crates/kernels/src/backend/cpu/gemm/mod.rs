@@ -8,8 +8,8 @@
 //! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
 //! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
 //! as such where the machine can, for not too many rows by lines as they are stored; everything else in the type that
-//! sums are kept in, but for products of integers (`integers/`) and of bf16 with packed weights (`block_floats/`). The order of a sum follows from its terms and from
-//! whether there are so few rows ([`Kind::takes_lines`]).
+//! sums are kept in, but for products of integers (`integers/`) and of bf16 with packed weights (`block_floats/`). The order
+//! of a sum follows from its terms and from whether there are so few rows ([`Kind::takes_lines`]).
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod block_floats;

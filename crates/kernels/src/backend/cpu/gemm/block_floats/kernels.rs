@@ -199,7 +199,6 @@ unsafe fn add_offsets<R: PairRegisters, const M: usize, const N: usize>(
 /// # Safety
 /// As of [`Registers`].
 trait PairRegisters: Registers {
-    unsafe fn zero_words() -> Self::Words;
     unsafe fn words(word: u32) -> Self::Words;
     /// `sum + a0·b0 + a1·b1`, lane by lane.
     unsafe fn add_pairs(sum: Self::Words, a: Self::Words, b: Self::Words) -> Self::Words;
@@ -207,10 +206,6 @@ trait PairRegisters: Registers {
 
 // SAFETY of all: as the callers of a method promise.
 impl PairRegisters for Avx512 {
-    #[inline(always)]
-    unsafe fn zero_words() -> __m512i {
-        unsafe { _mm512_setzero_si512() }
-    }
     #[inline(always)]
     unsafe fn words(word: u32) -> __m512i {
         unsafe { _mm512_set1_epi32(word as i32) }
@@ -223,10 +218,6 @@ impl PairRegisters for Avx512 {
 
 // SAFETY of all: as the callers of a method promise.
 impl PairRegisters for Avx2 {
-    #[inline(always)]
-    unsafe fn zero_words() -> __m256i {
-        unsafe { _mm256_setzero_si256() }
-    }
     #[inline(always)]
     unsafe fn words(word: u32) -> __m256i {
         unsafe { _mm256_set1_epi32(word as i32) }

@@ -19,6 +19,7 @@ use crate::backend::cpu::element::{Real, Values, as_f32_mut};
 use crate::backend::cpu::parallel::{Disjoint, run};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::{prefers_bf16, vectorize};
+use crate::backend::cpu::unwritten::Plain;
 use crate::quantized::IntegerLines;
 use candle_core::DType;
 use half::bf16;
@@ -255,6 +256,17 @@ impl Product<'_> {
     }
 }
 
+/// Turns a square of words of four bytes, whose lines are `stride` numbers apart, into a part of a panel.
+#[inline(always)]
+fn turn_square<S: Plain, W: Plain>(source: &[S], stride: usize, target: &mut [W]) {
+    const { assert!(size_of::<W>() == 4) };
+    let stride = stride * size_of::<S>();
+    assert!(size_of_val(source) >= (SQUARE - 1) * stride + SQUARE * size_of::<W>());
+    assert!(target.len() >= (SQUARE - 1) * PANEL + SQUARE);
+    // SAFETY: as asserted.
+    unsafe { transpose_square(source.as_ptr().cast(), stride, target.as_mut_ptr(), PANEL) };
+}
+
 /// Packs words of some lines as a panel `(words, PANEL)`. What is beyond the lines has no meaning.
 fn pack_lines(rhs: IntegerLines, lines: Range<usize>, numbers: Range<usize>, target: &mut [u32]) {
     let count = numbers.len();
@@ -268,15 +280,8 @@ fn pack_lines(rhs: IntegerLines, lines: Range<usize>, numbers: Range<usize>, tar
                     rhs.read(line, numbers.clone(), integers);
                 }
                 for word in (0..count / 2).step_by(SQUARE) {
-                    let source = &integers[2 * word..];
                     let target = &mut target[word * PANEL + half * SQUARE..];
-                    assert!(source.len() >= (SQUARE - 1) * count + 2 * SQUARE);
-                    assert!(target.len() >= (SQUARE - 1) * PANEL + SQUARE);
-                    // SAFETY: as asserted.
-                    unsafe {
-                        let source = source.as_ptr().cast();
-                        transpose_square(source, 2 * count, target.as_mut_ptr(), PANEL);
-                    }
+                    turn_square(&integers[2 * word..], count, target);
                 }
             }
         },
@@ -293,8 +298,9 @@ fn pack_scales(
     offsets: &mut [f32],
 ) {
     let groups = numbers.start / rhs.group()..numbers.end.div_ceil(rhs.group());
-    // Whole squares of lines and groups, which are turned.
-    let room = groups.len().next_multiple_of(SQUARE.max(IntegerLines::LANES));
+    // Whole squares of lines and groups, which are turned, and whole registers.
+    const { assert!(SQUARE.is_multiple_of(IntegerLines::LANES)) };
+    let room = groups.len().next_multiple_of(SQUARE);
     let mut by_line = [Scratch::new(PANEL * room), Scratch::new(PANEL * room)];
     let [from, added] = &mut by_line;
     let each = from.chunks_exact_mut(room).zip(added.chunks_exact_mut(room));
@@ -311,15 +317,8 @@ fn pack_scales(
             .step_by(SQUARE)
             .flat_map(|line| (0..room).step_by(SQUARE).map(move |group| (line, group)))
         {
-            let source = &by_line[line * room + group..];
-            let square = &mut by_group[group * PANEL + line..];
-            assert!(source.len() >= (SQUARE - 1) * room + SQUARE);
-            assert!(square.len() >= (SQUARE - 1) * PANEL + SQUARE);
-            // SAFETY: as asserted.
-            unsafe {
-                let source = source.as_ptr().cast();
-                transpose_square(source, size_of::<f32>() * room, square.as_mut_ptr(), PANEL);
-            }
+            let target = &mut by_group[group * PANEL + line..];
+            turn_square(&by_line[line * room + group..], room, target);
         }
         for (index, target) in target.chunks_exact_mut(PANEL).enumerate() {
             let group = (numbers.start + index * scaled) / rhs.group() - groups.start;
