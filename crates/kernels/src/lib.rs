@@ -2,12 +2,12 @@
 //!
 //! Every operation is a plain function on [`candle_core::Tensor`]s with its backward beside it.
 //! Nothing is recorded in Candle's autograd, except by the functions named `differentiable`.
-//! Shapes are written as `(batch, seq, hidden)`. Activations are f32, bf16, f16 or f64; sums are
-//! kept in f32, or in f64 for f64 tensors. Gradients of activations have the dtype of the
-//! activation, gradients of parameters are f32 (f64 for f64).
+//! Shapes are written as `(batch, seq, hidden)`. Activations are f32, bf16 or f16; sums are kept in f32.
+//! Gradients of activations have the dtype of the activation, gradients of parameters are f32. With the
+//! feature `f64`, which is for checking, all of it may be f64 on the CPU.
 //!
 //! The tensors of a call are on one device, which computes: the CPU, an NVIDIA GPU with the feature
-//! `cuda`, or the GPU of a Mac with the feature `metal`. f64 is for the CPU alone.
+//! `cuda`, or the GPU of a Mac with the feature `metal`.
 //!
 //! | Module | Operation |
 //! |---|---|

@@ -20,10 +20,12 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Real, change_all_in_place, require_separate};
+use crate::backend::cpu::{
+    FULL_PRECISION, Real, change_all_in_place, dispatch_full, is_full_precision, require_separate,
+};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use crate::flat::{require_contiguous, require_step};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 /// Adafactor's settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -81,9 +83,9 @@ pub fn step(
         require_dtype(OPERATION, name, tensor, params.dtype())?;
         require_contiguous(OPERATION, name, tensor)?;
     }
-    if !matches!(params.dtype(), DType::F32 | DType::F64) {
+    if !is_full_precision(params.dtype()) {
         bail!(
-            "metal-candle-kernels: {OPERATION}: params are {:?}, expected F32 or F64: keep trainable parameters in full precision",
+            "metal-candle-kernels: {OPERATION}: params are {:?}, expected {FULL_PRECISION}: keep trainable parameters in full precision",
             params.dtype()
         )
     }
@@ -99,10 +101,7 @@ pub fn step(
     let update = Update::new(step, grad_scale, options);
     let buffers = Buffers { params, grads, row_means, column_means, rows, columns };
     on_gpu!(params, gpu => gpu::step(&buffers, &update));
-    match params.dtype() {
-        DType::F64 => on_cpu::<f64>(OPERATION, &buffers, &update),
-        _ => on_cpu::<f32>(OPERATION, &buffers, &update),
-    }
+    dispatch_full!(params.dtype(), A => on_cpu::<A>(OPERATION, &buffers, &update))
 }
 
 fn on_cpu<A: Real>(operation: &'static str, buffers: &Buffers, update: &Update) -> Result<()> {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::testing::*;
+use candle_core::DType;
 use candle_core::Device;
 
 const OPTIONS: Options = Options {

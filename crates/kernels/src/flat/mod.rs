@@ -17,7 +17,10 @@ pub(crate) mod metal;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::backend::cpu::{Input, Real, change_all_in_place, change_in_place, require_separate};
+use crate::backend::cpu::{
+    FULL_PRECISION, Input, Real, change_all_in_place, change_in_place, dispatch_full,
+    is_full_precision, require_separate,
+};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Result, Tensor, bail};
 use cpu::{Gradients, Rule};
@@ -71,9 +74,9 @@ impl<const STATES: usize> Step<'_, STATES> {
                 require_contiguous(operation, name, tensor)?;
             }
         }
-        if !matches!(self.params.dtype(), DType::F32 | DType::F64) {
+        if !is_full_precision(self.params.dtype()) {
             bail!(
-                "metal-candle-kernels: {operation}: params are {:?}, expected F32 or F64: keep trainable parameters in full precision",
+                "metal-candle-kernels: {operation}: params are {:?}, expected {FULL_PRECISION}: keep trainable parameters in full precision",
                 self.params.dtype()
             )
         }
@@ -116,10 +119,7 @@ impl<const STATES: usize> Step<'_, STATES> {
         grad_scale: f32,
         rule: &(impl Rule<f32, STATES> + Rule<f64, STATES>),
     ) -> Result<()> {
-        match self.params.dtype() {
-            DType::F64 => self.on_cpu_in::<f64>(grad_scale, rule),
-            _ => self.on_cpu_in::<f32>(grad_scale, rule),
-        }
+        dispatch_full!(self.params.dtype(), A => self.on_cpu_in::<A>(grad_scale, rule))
     }
 
     fn on_cpu_in<A: Real>(&self, grad_scale: f32, rule: &impl Rule<A, STATES>) -> Result<()> {
@@ -157,10 +157,7 @@ impl<const STATES: usize> Step<'_, STATES> {
         grad_scale: f32,
         rule: &(impl Rule<f32, STATES> + Rule<f64, STATES>),
     ) -> Result<()> {
-        match self.params.dtype() {
-            DType::F64 => self.cleared_on_cpu_in::<f64>(grad_scale, rule),
-            _ => self.cleared_on_cpu_in::<f32>(grad_scale, rule),
-        }
+        dispatch_full!(self.params.dtype(), A => self.cleared_on_cpu_in::<A>(grad_scale, rule))
     }
 
     fn cleared_on_cpu_in<A: Real>(
@@ -259,10 +256,13 @@ pub fn accumulate_all(pairs: &[(&Tensor, &Tensor)], scale: f64) -> Result<()> {
             DType::F32 if crate::backend::metal::computes(dst) => {
                 metal::accumulate(dst, src, scale)?;
             }
-            DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale)?,
-            DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale)?,
+            dtype if is_full_precision(dtype) => {
+                dispatch_full!(dtype, A => accumulate_in::<A>(OPERATION, dst, src, scale)?)
+            }
             other => {
-                bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64")
+                bail!(
+                    "metal-candle-kernels: {OPERATION}: dst is {other:?}, expected {FULL_PRECISION}"
+                )
             }
         }
     }

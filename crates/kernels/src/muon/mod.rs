@@ -20,7 +20,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::change_in_place;
+use crate::backend::cpu::{change_in_place, dispatch_full, is_full_precision};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_together};
 use crate::flat::{Step, require_contiguous};
 use crate::{arithmetic, matmul};
@@ -84,7 +84,7 @@ pub fn orthogonalize(x: &Tensor, iterations: usize) -> Result<Tensor> {
     require_together(OPERATION, &[x])?;
     require_rank(OPERATION, "x", x, 2, "(rows, columns)")?;
     require_contiguous(OPERATION, "x", x)?;
-    if x.dtype() != DType::F64 {
+    if !is_full_precision(x.dtype()) {
         require_dtype(OPERATION, "x", x, DType::F32)?;
     }
     normalize(OPERATION, x)?;
@@ -114,14 +114,8 @@ pub fn orthogonalize(x: &Tensor, iterations: usize) -> Result<Tensor> {
 fn normalize(operation: &'static str, x: &Tensor) -> Result<()> {
     on_gpu!(x, gpu => gpu::normalize(x));
     let divisor = crate::flat::norm(x)?.max(EPSILON);
-    match x.dtype() {
-        DType::F64 => change_in_place::<f64>(operation, x, |x| {
-            cpu::divide(x, divisor);
-            Ok(())
-        }),
-        _ => change_in_place::<f32>(operation, x, |x| {
-            cpu::divide(x, divisor);
-            Ok(())
-        }),
-    }
+    dispatch_full!(x.dtype(), A => change_in_place::<A>(operation, x, |x| {
+        cpu::divide(x, divisor);
+        Ok(())
+    }))
 }

@@ -26,6 +26,17 @@ pub(crate) use parallel::{
 
 pub(crate) use unwritten::unwritten;
 
+/// The dtypes of [`dispatch`], and of what is only kept in full precision. f64 is a quarter of what has to be compiled, and no
+/// program needs it.
+pub(crate) const DTYPES: &str = if HAS_F64 {
+    "F32, BF16, F16 or F64"
+} else {
+    "F32, BF16 or F16 (and F64 in a build with the feature `f64`)"
+};
+pub(crate) const FULL_PRECISION: &str =
+    if HAS_F64 { "F32 or F64" } else { "F32 (or F64 in a build with the feature `f64`)" };
+pub(crate) const HAS_F64: bool = cfg!(any(test, feature = "f64"));
+
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {
     ($operation:expr, $dtype:expr, $element:ident => $body:expr) => {
@@ -42,18 +53,43 @@ macro_rules! dispatch {
                 type $element = half::f16;
                 $body
             }
+            #[cfg(any(test, feature = "f64"))]
             candle_core::DType::F64 => {
                 type $element = f64;
                 $body
             }
             other => candle_core::bail!(
-                "metal-candle-kernels: {} does not support {other:?} tensors, expected F32, BF16, F16 or F64",
-                $operation
+                "metal-candle-kernels: {} does not support {other:?} tensors, expected {}",
+                $operation,
+                $crate::backend::cpu::DTYPES
             ),
         }
     };
 }
 pub(crate) use dispatch;
+
+/// Runs `$body` with the type `$element` standing for f32, or for f64 where that is `$dtype`.
+macro_rules! dispatch_full {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            #[cfg(any(test, feature = "f64"))]
+            candle_core::DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            _ => {
+                type $element = f32;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use dispatch_full;
+
+/// Whether a tensor of this dtype is kept in full precision.
+pub(crate) fn is_full_precision(dtype: DType) -> bool {
+    dtype == DType::F32 || HAS_F64 && dtype == DType::F64
+}
 
 /// A CPU tensor made ready to be read: contiguous unless asked otherwise.
 pub(crate) struct Input(Tensor);
