@@ -49,7 +49,7 @@ enum Request {
         path: PathBuf,
     },
     Prepare {
-        row: Row,
+        row: Box<Row>,
         inputs: PathBuf,
         model: Option<PathBuf>,
         adapter: Option<PathBuf>,
@@ -138,7 +138,7 @@ fn answer(
                 }
                 Side::Candle => plain::prepare(&wanted.work, &on_device()?)?,
             };
-            *row = Some(wanted);
+            *row = Some(*wanted);
             devices::reset_peak_memory(device)?;
             match workload {
                 Some(_) => json!({}),

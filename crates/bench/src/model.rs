@@ -61,9 +61,14 @@ pub fn adapter(rank: usize, dora: bool) -> LoraConfig {
     }
 }
 
-/// An adapter of [`rank_of`] this index, whose B isn't zero as that of a new one is.
-fn random_adapter(model: &Model, index: usize) -> Result<Arc<Adapter>> {
-    let adapter = Adapter::new(model, &adapter(rank_of(index), false), index as u64)?;
+/// An adapter of [`rank_of`] this index on the layers of these names, or without one on all, whose B isn't zero as that
+/// of a new one is.
+fn random_adapter(model: &Model, index: usize, layers: &[String]) -> Result<Arc<Adapter>> {
+    let mut config = adapter(rank_of(index), false);
+    if !layers.is_empty() {
+        config.targets = Targets::Names(layers.to_vec());
+    }
+    let adapter = Adapter::new(model, &config, index as u64)?;
     let parameters = adapter.parameters();
     for (index, entry) in parameters.entries().iter().enumerate() {
         if entry.name.ends_with("lora_B") {
@@ -168,6 +173,7 @@ pub fn prepare(
             tokens,
             mixed,
             adapters,
+            ref adapted,
             rounded_cache,
             batch_invariant,
             max_sequences,
@@ -188,7 +194,7 @@ pub fn prepare(
                 prefix_cache: false,
                 ..usual
             };
-            let adapters = (0..adapters).map(|index| random_adapter(&model, index));
+            let adapters = (0..adapters).map(|index| random_adapter(&model, index, adapted));
             let adapters = adapters.collect::<Result<_>>()?;
             let engine = Engine::new(&Arc::new(model), None, options)?;
             let mut rest = ids;

@@ -269,9 +269,12 @@ pub enum Work {
         /// Whether these are the means of lengths with long tails, see [`lengths`].
         #[serde(default)]
         mixed: bool,
-        /// Adapters that the requests have in turn, on every linear layer, of the ranks of [`rank_of`].
+        /// Adapters that the requests have in turn, of the ranks of [`rank_of`].
         #[serde(default)]
         adapters: usize,
+        /// The layers that these adapters are on, of [`LINEAR_LAYERS`]; none stands for all.
+        #[serde(default)]
+        adapted: Vec<String>,
         /// Whether keys and values are kept in 8 bits.
         #[serde(default)]
         rounded_cache: bool,
@@ -536,6 +539,7 @@ impl Row {
             tokens,
             mixed: false,
             adapters: 0,
+            adapted: Vec::new(),
             rounded_cache: false,
             batch_invariant: false,
             max_sequences: None,
@@ -611,12 +615,17 @@ impl Row {
         Self::new(name, Work::FirstToken { shape, busy, prompt, seen, dtype, quantization })
     }
 
-    /// The same row of requests that have so many adapters in turn.
+    /// The same row of requests that have so many adapters in turn, on these of [`LINEAR_LAYERS`] or, if none is
+    /// named, on all.
     #[must_use]
-    pub fn with_adapters(mut self, count: usize) -> Self {
-        if let (Work::Serve { adapters, .. }, true) = (&mut self.work, count > 0) {
+    pub fn with_adapters(mut self, count: usize, layers: &[String]) -> Self {
+        if let (Work::Serve { adapters, adapted, .. }, true) = (&mut self.work, count > 0) {
             *adapters = count;
+            *adapted = layers.to_vec();
             self.name = format!("{}-{count}-adapters", self.name);
+            if !layers.is_empty() {
+                self.name = format!("{}-of-{}", self.name, layers.join("-"));
+            }
         }
         self
     }
@@ -1020,7 +1029,7 @@ impl Work {
                 // Forward and the gradient of the input through every frozen matrix; forward and
                 // three gradients' worth through A and B.
                 let matrices = 4.0 * (model.linears + model.head) * tokens;
-                let adapters = 6.0 * model.adapter_width * *rank as f64 * tokens;
+                let adapters = 6.0 * model.width_of_adapters(&[]) * *rank as f64 * tokens;
                 let attention = 3.0 * model.attention(*seq as f64) * *batch as f64;
                 Cost {
                     bytes: 2.0 * model.bytes(*dtype, *quantization),
@@ -1051,21 +1060,23 @@ impl Work {
                 tokens,
                 mixed,
                 adapters,
+                adapted,
                 dtype,
                 quantization,
                 ..
             } => {
                 let model = Sizes::of(shape)?;
+                let width = model.width_of_adapters(adapted);
                 let lengths = lengths(*requests, [*prompt, *tokens], *mixed);
                 let rank = |request| if *adapters > 0 { rank_of(request % adapters) } else { 0 };
                 let of_request = |(request, [prompt, tokens]): (usize, &[usize; 2])| {
                     let (all, tokens) = ((prompt + tokens - 1) as f64, *tokens as f64);
-                    let factors = model.adapter_width * rank(request) as f64;
+                    let factors = width * rank(request) as f64;
                     2.0 * ((model.linears + factors) * all + model.head * tokens)
                         + model.attention(all)
                 };
                 let read: usize = (0..(*adapters).min(*requests)).map(rank_of).sum();
-                let factors = bytes_of(*dtype) * model.adapter_width * read as f64;
+                let factors = bytes_of(*dtype) * width * read as f64;
                 // A pass for each token of the longest text, the first of which reads the prompts.
                 let passes = lengths.iter().map(|[_, tokens]| *tokens).max().unwrap_or(0) as f64;
                 Cost {
@@ -1095,6 +1106,10 @@ fn bytes_of(dtype: Precision) -> f64 {
     dtype.dtype().size_in_bytes() as f64
 }
 
+/// The linear layers of a decoder's layer by name.
+pub const LINEAR_LAYERS: [&str; 7] =
+    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
 /// What a model's cost follows from.
 struct Sizes {
     /// Weights in the decoder's linear layers, and those of experts among them.
@@ -1102,8 +1117,8 @@ struct Sizes {
     experts: f64,
     /// Weights of the head.
     head: f64,
-    /// Inputs and outputs of all linear layers, added up.
-    adapter_width: f64,
+    /// Inputs and outputs of each of [`LINEAR_LAYERS`], added up, of all layers.
+    adapter_widths: [f64; LINEAR_LAYERS.len()],
     /// The width of all query heads.
     query_width: f64,
     /// How many tokens a layer sees at most, of each.
@@ -1117,6 +1132,13 @@ impl Sizes {
         let [linears, experts, head] = quantized.map(|it| it.unwrap_or(8.0 * bytes_of(dtype)));
         let others = self.linears - self.experts;
         (others * linears + self.experts * experts + self.head * head) / 8.0
+    }
+
+    /// What an adapter of rank 1 has on these of [`LINEAR_LAYERS`], or without a name on all.
+    fn width_of_adapters(&self, names: &[String]) -> f64 {
+        let is_meant = |name| names.is_empty() || names.iter().any(|it| it == name);
+        let widths = LINEAR_LAYERS.into_iter().zip(self.adapter_widths);
+        widths.filter(|(name, _)| is_meant(*name)).map(|(_, width)| width).sum()
     }
 
     fn of(shape: &str) -> Result<Self> {
@@ -1140,7 +1162,7 @@ impl Sizes {
             linears: layers * pairs.iter().map(|(input, output)| input * output).sum::<f64>(),
             experts: config.experts.map_or(0.0, |_| layers * 3.0 * hidden * inner),
             head: config.vocab_size as f64 * hidden,
-            adapter_width: layers * pairs.iter().map(|(input, output)| input + output).sum::<f64>(),
+            adapter_widths: pairs.map(|(input, output)| layers * (input + output)),
             query_width: queries,
             windows: config.layers.iter().map(|layer| layer.window).collect(),
         })
@@ -1239,5 +1261,20 @@ mod tests {
         let matrices = 4.0 * (sizes.linears + sizes.head) * 512.0;
         assert!((matrices / 1e9 - 275.4).abs() < 0.1, "{matrices}");
         assert!(operations > matrices && operations < 1.2 * matrices, "{operations}");
+    }
+
+    #[test]
+    fn adapters_cost_what_the_layers_that_they_are_on_have() {
+        let cost = |count: usize, layers: &[&str]| {
+            let layers: Vec<String> = layers.iter().map(|name| name.to_string()).collect();
+            let row = Row::serve("llama-3-8b", 4, [8, 4], Precision::Bf16);
+            row.with_adapters(count, &layers).work.cost().unwrap().bytes
+        };
+        let none = cost(0, &[]);
+        assert_eq!(cost(4, &LINEAR_LAYERS), cost(4, &[]));
+        // A rank of one has 8192 numbers on the queries' and 5120 on the values' projection of each of 32 layers.
+        let ranks: usize = (0..4).map(rank_of).sum();
+        let expected = 4.0 * 2.0 * 32.0 * (8192 + 5120) as f64 * ranks as f64;
+        assert_eq!(cost(4, &["q_proj", "v_proj"]) - none, expected);
     }
 }

@@ -13,7 +13,9 @@ use metal_candle::engine::CacheDtype;
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
-use metal_candle_bench::rows::{Precision, Work, gpu_operations, operations, requests_at_once};
+use metal_candle_bench::rows::{
+    LINEAR_LAYERS, Precision, Work, gpu_operations, operations, requests_at_once,
+};
 use metal_candle_bench::timing::{Plan, Summary};
 use metal_candle_bench::{Row, chips, shapes};
 use serde::Serialize;
@@ -86,9 +88,12 @@ pub struct Arguments {
     /// Requests at once, or beside the one that waits for its first token
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Work")]
     requests: usize,
-    /// Adapters of ranks 8 to 64 on every linear layer, which the requests have in turn
+    /// Adapters of ranks 8 to 64, which the requests have in turn
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Work")]
     adapters: usize,
+    /// Layers that the requests' adapters are on, separated by commas [default: every linear layer]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = LINEAR_LAYERS, requires = "adapters", help_heading = "Work")]
+    target_modules: Vec<String>,
     /// Requests that are read and written at once, at most; all, or with --mixed-lengths as many as `serve` has
     #[arg(long, value_name = "N", help_heading = "Work")]
     max_sequences: Option<usize>,
@@ -143,7 +148,7 @@ impl Arguments {
         let usual = Self::from_arg_matches(&command.try_get_matches_from(["bench"])?)?;
         let (runtime, usual_runtime) = (&self.runtime, &usual.runtime);
         let models: &[Part] = &[Train, Prefill, Decode, Serve, FirstToken];
-        let flags: [(&str, bool, &[Part]); 22] = [
+        let flags: [(&str, bool, &[Part]); 23] = [
             ("shape", self.shape != usual.shape, models),
             // An operation is timed in dtypes and formats of its own.
             ("dtype", runtime.dtype != usual_runtime.dtype, models),
@@ -162,6 +167,7 @@ impl Arguments {
             ("prompt", self.prompt != usual.prompt, &[Decode, Serve, FirstToken]),
             ("requests", self.requests != usual.requests, &[Serve, FirstToken]),
             ("adapters", self.adapters != usual.adapters, &[Serve]),
+            ("target-modules", !self.target_modules.is_empty(), &[Serve]),
             ("max-sequences", self.max_sequences.is_some(), &[Serve]),
             ("max-batch-tokens", self.max_batch_tokens.is_some(), &[Serve]),
             ("mixed-lengths", self.mixed_lengths, &[Serve]),
@@ -246,7 +252,7 @@ impl Arguments {
                 Part::Serve => {
                     let each = [self.prompt, self.tokens];
                     let row = Row::serve(shape, self.requests, each, dtype);
-                    let row = row.with_adapters(self.adapters);
+                    let row = row.with_adapters(self.adapters, &self.target_modules);
                     let row = match self.cache_dtype {
                         CacheDtype::Model => row,
                         CacheDtype::MxInt8 => row.with_rounded_cache(),

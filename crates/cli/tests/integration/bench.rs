@@ -46,6 +46,23 @@ fn every_part_is_timed_and_reported() {
         }
     }
 
+    let only = [
+        "bench",
+        "--only",
+        "serve",
+        "--shape",
+        "tiny",
+        "--tokens",
+        "2",
+        "--prompt",
+        "4",
+        "--requests",
+        "2",
+    ];
+    let on_two = ["--adapters", "2", "--target-modules", "q_proj,v_proj"];
+    let report = place.json(&[&only[..], &on_two, &["--steps", "2", "--json", "-q"]].concat());
+    assert_eq!(report["rows"][0]["name"], "serve-tiny-2x4+2-bf16-2-adapters-of-q_proj-v_proj");
+
     // The shape of a model's files.
     place.write_shape();
     let only = ["bench", "--only", "decode", "--tokens", "4", "--steps", "2", "--dtype", "f32"];
@@ -90,6 +107,8 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--device", "cuda"], "no CUDA"),
         (&["--floors", "--json"], "cannot be used with"),
         (&["--only", "decode", "--adapters", "3"], "--adapters: is for serve, which --only leaves"),
+        (&["--target-modules", "q_proj"], "--adapters <N>"),
+        (&["--adapters", "2", "--target-modules", "lm_head"], "invalid value 'lm_head'"),
         (&["--only", "ops", "--mixed-lengths"], "--mixed-lengths: is for serve"),
         (&["--only", "ops", "--quantize", "nf4"], "--quantize: is for train, prefill"),
         (&["--only", "ops", "--base-compute", "int8"], "--base-compute: is for train, prefill"),
