@@ -728,7 +728,8 @@ impl All<'_> {
     }
 }
 
-/// Whether all weights are multiplied as codes, by so many rows in `dtype`; `backward` for the gradient of the rows.
+/// Whether all weights are multiplied as codes, by so many rows in `dtype`, and not as numbers by the kernels for a few
+/// rows; `backward` for the gradient of the rows.
 pub(super) fn takes_codes(
     x: &Tensor,
     (rows, inner): (usize, usize),
@@ -742,6 +743,10 @@ pub(super) fn takes_codes(
     for Projection { weight, .. } in projections {
         match weight {
             Weight::Quantized(weight) if weight.fp8_scales().is_some() => {
+                let weights = std::iter::once(*weight);
+                if !backward && packed::takes(rows, inner, weights, std::iter::empty()) {
+                    return Ok(false);
+                }
                 outers.push(weight.shape().0);
             }
             _ => return Ok(false),

@@ -493,13 +493,16 @@ mod on_cuda {
     #[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
     fn cuda_hopper_multiplies_codes() {
         let device = cuda();
-        // Where tiles are filled, as whole ones are and with odd rest, and where they aren't.
+        // Where tiles are filled, as whole ones are and with odd rest, and where they nearly aren't; and what isn't multiplied as
+        // codes.
         for dtype in [DType::BF16, DType::F16] {
             for (rows, inner, outers) in [
                 (2560, 272, &[1280][..]),
                 (2500, 1360, &[1288]),
                 (2200, 144, &[1040, 264, 520]),
                 (300, 1312, &[136, 48]),
+                (40, 4096, &[264]),
+                (9, 256, &[64, 24]),
                 (20, 40, &[24, 8]),
                 (6, 256, &[64]),
                 (33, 35, &[21]),

@@ -29,9 +29,6 @@ const OVERHEAD: usize = 24;
 const OF_POSSIBLE: usize = 85;
 const LEAST_OF_ROUND: usize = 27;
 const ADDING: usize = 12;
-/// The part of the GPU's time that has to go into elements of the outputs where a term is of codes, in percent: nothing
-/// else multiplies these, and unpacking them costs far more.
-const WORTHWHILE_FOR_CODES: usize = 15;
 
 /// `a·b`: `a` `(rows, depth)` in rows, `b` `(depth, columns)`.
 #[derive(Clone, Copy)]
@@ -167,10 +164,9 @@ impl Cuda<'_> {
         // A width that only one of both ways has is taken for little sooner.
         let widths = if are_codes { &[TILE][..] } else { &WIDTHS_ACROSS };
         let there = Tiling::of(rows, columns.clone(), widths, at_once).there;
-        let is_sooner = match are_codes {
-            true => 100 * rows * columns.clone().sum::<usize>() >= WORTHWHILE_FOR_CODES * there,
-            false => there <= one_after_the_other(rows, columns.clone(), terms, at_once),
-        };
+        // Nothing else multiplies codes, and unpacking them takes longer than tiles that are nearly empty.
+        let is_sooner =
+            are_codes || there <= one_after_the_other(rows, columns.clone(), terms, at_once);
         let fits = [DType::BF16, DType::F16].contains(&dtype)
             && rows > 0
             && terms > 0
