@@ -85,7 +85,7 @@ pub fn metal(ordinal: usize) -> Result<Device> {
 /// # Errors
 /// When it names others, with those of this machine.
 pub fn check_cpu_instructions() -> Result<()> {
-    crate::backend::cpu::simd::check().map_err(candle_core::Error::msg)
+    metal_candle_cpu::simd::check().map_err(candle_core::Error::msg)
 }
 
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
@@ -276,7 +276,7 @@ pub fn reset_peak_memory(device: &Device) -> Result<()> {
         #[cfg(feature = "metal")]
         Device::Metal(metal) => crate::backend::metal::reset_peak(metal),
         _ => {
-            crate::backend::cpu::scratch::give_back();
+            metal_candle_cpu::scratch::give_back();
             Ok(())
         }
     }

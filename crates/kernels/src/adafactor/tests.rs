@@ -1,7 +1,6 @@
 use super::*;
 use crate::testing::*;
-use candle_core::DType;
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 const OPTIONS: Options = Options {
     learning_rate: 1e-2,

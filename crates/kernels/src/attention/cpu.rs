@@ -8,14 +8,14 @@
 
 use super::Sizes;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
     Disjoint, Element, Real, Values, dot, for_each_chunk2, for_each_index, max as largest_of,
     rows_per_task, sum, unwritten,
 };
 use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
 use candle_core::{Layout, Result};
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::vectorize;
 use std::ops::Range;
 
 /// Queries of a tile.

@@ -335,7 +335,7 @@ fn working_memory_stays_with_the_thread_that_took_it() {
     for _ in 0..40 {
         case.backward();
     }
-    let kept = crate::backend::cpu::scratch::kept();
+    let kept = metal_candle_cpu::scratch::kept();
     assert!(kept < 40, "{kept} buffers");
 }
 

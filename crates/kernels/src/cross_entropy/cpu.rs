@@ -8,12 +8,12 @@
 //! the blocks and added at the end, as exactly `p - 1` rather than `p` minus a rounded product.
 
 use super::{AllCounted, Counted, IGNORE, Options};
-use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, Real, Values, for_each_chunk, for_each_chunk2, max, sum, unwritten,
 };
 use crate::matmul::cpu::{Layer, add_input_gradient, add_weight_gradient, forward, kind_of};
 use candle_core::WithDType;
+use metal_candle_cpu::scratch::Scratch;
 
 /// Logits of a block; few in tests, so that these have several blocks.
 const LOGITS: usize = if cfg!(test) { 1 << 10 } else { 1 << 20 };

@@ -3,12 +3,12 @@
 
 use super::{Adapters, Factors, OPERATION, Rows, Segment, Target};
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
     Disjoint, Element, Input, Real, Values, collapsed_rows, for_each_index, unwritten,
 };
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, WithDType, bail};
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::vectorize;
 use std::any::Any;
 use std::ops::Range;
 

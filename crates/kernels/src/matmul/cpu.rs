@@ -7,12 +7,12 @@ use crate::backend::cpu::gemm::block_floats::{self, BlockFloats};
 use crate::backend::cpu::gemm::integers::{Product, Rounded, Side};
 use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term};
 use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index,
 };
 use crate::quantized::cpu as quantized;
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::vectorize;
 use std::ops::Range;
 
 /// A layer: `weight` `(outer, inner)`.

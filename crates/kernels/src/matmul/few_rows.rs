@@ -1,13 +1,11 @@
 //! Products of a few rows with a matrix: one pass over the matrix, bound by memory. They are long and have many callers,
 //! so they are compiled once for all, and choose the instruction set themselves.
 
-use crate::backend::cpu::simd::{prefetch, vectorize};
 use crate::backend::cpu::{Real, Values};
 use crate::quantized::cpu as quantized;
+pub(crate) use metal_candle_cpu::few_rows::{FEW_ROWS, sum_lanes};
+use metal_candle_cpu::simd::{prefetch, vectorize};
 use std::ops::Range;
-
-/// Up to this many rows a pass over the weight as it is stored beats packing it.
-pub(crate) const FEW_ROWS: usize = 4;
 
 /// Lines that pieces are asked for ahead: as long as memory takes.
 const AHEAD: usize = 16;
@@ -126,20 +124,6 @@ fn dot_lines<A: Real, S: Copy, const N: usize>(
         *out = sum_lanes(sums) + tail;
     }
     out
-}
-
-/// The sum of partial sums, a power of two of them, added half to half.
-#[inline(always)]
-pub(crate) fn sum_lanes<A: Real, const N: usize>(mut sums: [A; N]) -> A {
-    let mut width = N / 2;
-    while width > 0 {
-        for lane in 0..width {
-            let other = sums[lane + width];
-            sums[lane] += other;
-        }
-        width /= 2;
-    }
-    sums[0]
 }
 
 /// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide:

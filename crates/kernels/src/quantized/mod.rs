@@ -32,58 +32,13 @@ mod weight;
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-pub(crate) use cpu::Elements;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use cpu::IntegerLines;
+#[doc(inline)]
+pub use metal_candle_cpu::quantized::{BLOCK, Levels, NESTED};
 pub use quantize::{Format, dynamic_map, quantize, spread_blocks};
 pub use weight::Weight;
 pub(crate) use weight::{WeightInput, WeightNumbers, WeightRead};
 
 const OPERATION: &str = "quantized";
-
-/// What the codes of a matrix stand for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Levels {
-    /// `code - zero`.
-    Integers {
-        /// 2, 3, 4, 5, 6 or 8.
-        bits: usize,
-        /// The code of 0.
-        zero: u8,
-    },
-    /// A number for each code of 4 bits, such as [`NF4`].
-    Table(&'static [f32; 16]),
-    /// The 8-bit floats of OCP's e4m3, which have NaN (0x7f and 0xff) but no infinity.
-    E4m3,
-}
-
-impl Levels {
-    /// Bits of a code.
-    pub fn bits(self) -> usize {
-        match self {
-            Self::Integers { bits, .. } => bits,
-            Self::Table(_) => 4,
-            Self::E4m3 => 8,
-        }
-    }
-
-    /// What codes stand for that have 4 bits.
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    fn of_four_bits(self) -> Option<[f32; 16]> {
-        match self {
-            Self::Table(levels) => Some(*levels),
-            Self::Integers { bits: 4, zero } => {
-                let mut levels = [0.0; 16];
-                for (code, level) in levels.iter_mut().enumerate() {
-                    *level = code as f32 - f32::from(zero);
-                }
-                Some(levels)
-            }
-            _ => None,
-        }
-    }
-}
 
 /// NF4 of QLoRA (Dettmers et al. 2023, <https://arxiv.org/abs/2305.14314>, appendix E): quantiles of the normal
 /// distribution.
@@ -135,12 +90,6 @@ pub const IQ4: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0,
     89.0, 113.0,
 ];
-
-/// Groups that share one scale of [`Scales::Nested`].
-pub const NESTED: usize = 256;
-
-/// Elements that share one scale of [`Scales::Blocks`].
-pub const BLOCK: usize = 256;
 
 /// The scales of a matrix's groups. All tensors are contiguous and have one dimension.
 #[derive(Clone, Debug)]

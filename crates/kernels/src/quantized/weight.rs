@@ -1,11 +1,12 @@
 //! The frozen matrix of a linear layer, dense or in fewer bits.
 
 use super::Quantized;
-use super::cpu::{Inputs, Reads, View};
+use super::cpu::{Inputs, Reads};
 use crate::backend::cpu::{Input, Read, Real, Values};
 use crate::backend::{require_rank, require_together};
 use crate::devices::computes_on_gpu;
 use candle_core::{DType, Result, Tensor, bail};
+use metal_candle_cpu::quantized::View;
 use std::borrow::Cow;
 
 /// A frozen matrix `(out, in)` of a linear layer.

@@ -13,14 +13,14 @@ use crate::attention::cpu::{COLUMNS as CHUNK, end_row, join, soften};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::as_f32_mut;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
     Disjoint, Element, Read, Real, Values, for_each_index, threads, unwritten,
 };
 use candle_core::{DType, Layout, Result, bail};
 #[cfg(target_arch = "x86_64")]
 use half::bf16;
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::vectorize;
 #[cfg(target_arch = "x86_64")]
 use std::array;
 use std::ops::Range;

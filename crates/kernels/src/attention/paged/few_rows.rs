@@ -3,8 +3,8 @@
 //! don't depend on the other rows.
 
 use crate::backend::cpu::gemm::sum_registers;
-use crate::backend::cpu::simd::{Level, as_pairs, level, prefetch_bytes};
 use half::bf16;
+use metal_candle_cpu::simd::{Level, as_pairs, level, prefetch_bytes};
 use std::arch::x86_64::*;
 use std::ops::Range;
 

@@ -2,12 +2,13 @@
 //! stored in.
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
-use super::simd::prefetch_bytes;
-use super::unwritten::Plain;
-use crate::quantized::Elements;
-use crate::quantized::int8::ByteRows;
+use crate::quantized::cpu::read;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
+use metal_candle_cpu::floats::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use metal_candle_cpu::quantized::{ByteRows, Elements};
+use metal_candle_cpu::simd::prefetch_bytes;
+use metal_candle_cpu::unwritten::Plain;
 use std::borrow::Cow;
 use std::hint::black_box;
 use std::ops::{Neg, Range};
@@ -37,7 +38,7 @@ pub(crate) fn zeros<T: WithDType>(count: usize) -> Vec<T> {
 }
 
 /// A type that arithmetic is done in: f32, and f64 for references and checks.
-pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> {
+pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> + Default {
     const ZERO: Self;
     const ONE: Self;
     const NEG_INFINITY: Self;
@@ -122,12 +123,7 @@ impl Element for bf16 {
     #[inline(always)]
     fn narrow(source: &[f32], target: &mut [bf16]) {
         for (target, source) in target.iter_mut().zip(source) {
-            // Round to nearest even without a branch, so that the loop vectorises.
-            let bits = source.to_bits();
-            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            let quiet_nan = (bits >> 16) | 0x40;
-            let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
-            *target = bf16::from_bits(if is_nan { quiet_nan } else { rounded } as u16);
+            *target = f32_to_bf16(*source);
         }
     }
     #[inline(always)]
@@ -170,41 +166,6 @@ impl Element for f16 {
     fn values(slice: &[f16]) -> Values<'_, f32> {
         Values::F16(slice)
     }
-}
-
-#[inline(always)]
-fn bf16_to_f32(value: bf16) -> f32 {
-    f32::from_bits((value.to_bits() as u32) << 16)
-}
-
-/// Exact, and without branches so that loops vectorise.
-#[inline(always)]
-fn f16_to_f32(value: f16) -> f32 {
-    let bits = value.to_bits() as u32;
-    let magnitude = (bits & 0x7fff) << 13;
-    let normal = magnitude + (112 << 23);
-    // Below the normal numbers the value is that many 2^-24: add 2^-14 to align, and take it off.
-    let subnormal = f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23);
-    let finite = if magnitude < (1 << 23) { subnormal.to_bits() } else { normal };
-    let special = magnitude | 0x7f80_0000;
-    let unsigned = if magnitude < (0x1f << 23) { finite } else { special };
-    f32::from_bits(unsigned | (bits & 0x8000) << 16)
-}
-
-/// Rounds to the nearest, of two to the even one, without branches so that loops vectorise.
-#[inline(always)]
-fn f32_to_f16(value: f32) -> f16 {
-    // One unit of this number is 2^-24, the unit of f16's subnormal numbers.
-    const ALIGN: u32 = (127 - 15 + 23 - 10 + 1) << 23;
-    let bits = value.to_bits();
-    let magnitude = bits & 0x7fff_ffff;
-    let odd = (magnitude >> 13) & 1;
-    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
-    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(ALIGN)).to_bits();
-    let finite = if magnitude < (113 << 23) { subnormal.wrapping_sub(ALIGN) } else { normal };
-    let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
-    let unsigned = if magnitude < (143 << 23) { finite } else { special };
-    f16::from_bits((unsigned | (bits >> 16) & 0x8000) as u16)
 }
 
 impl Real for f32 {
@@ -513,7 +474,7 @@ impl<'a, A: Real> Values<'a, A> {
             Values::F32(values) => values.len(),
             Values::Bf16(values) => values.len(),
             Values::F16(values) => values.len(),
-            Values::Quantized(values) => values.len(),
+            Values::Quantized(values) => values.count(),
         }
     }
 
@@ -539,7 +500,7 @@ impl<'a, A: Real> Values<'a, A> {
             }
             Values::Bf16(values) => widen_half(&values[range], target),
             Values::F16(values) => widen_half(&values[range], target),
-            Values::Quantized(values) => values.read(start, target),
+            Values::Quantized(values) => read(values, start, target),
         }
     }
 

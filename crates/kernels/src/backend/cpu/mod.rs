@@ -1,41 +1,44 @@
 //! What the CPU operations share: element types and the types their sums are kept in, reading a
-//! tensor's storage, matrix products, parallel loops, and the instruction set they run with.
+//! tensor's storage, matrix products and parallel loops.
 
 mod element;
 pub(crate) mod gemm;
 mod parallel;
-pub(crate) mod scratch;
-pub(crate) mod simd;
-mod unwritten;
 
 use candle_core::{
     CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, MetalStorage, Result, Storage,
     StorageRef, Tensor, WithDType, bail,
 };
+use metal_candle_cpu::simd::vectorize;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-pub(crate) use element::{Element, Real, Sum, Values, dot, map_and_sum, max, sum, sums, zeros};
+pub(crate) use metal_candle_cpu::unwritten::unwritten;
+
 #[cfg(target_arch = "x86_64")]
-pub(crate) use element::{as_f32, as_f32_mut};
+pub(crate) use element::as_f32;
+pub(crate) use element::{
+    Element, Real, Sum, Values, as_f32_mut, dot, map_and_sum, max, sum, sums, zeros,
+};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
     threads,
 };
 
-pub(crate) use unwritten::unwritten;
+/// Whether tensors may be f64: a quarter of what has to be compiled, which no program needs.
+pub(crate) const HAS_F64: bool = cfg!(any(test, feature = "f64"));
 
-/// The dtypes of [`dispatch`], and of what is only kept in full precision. f64 is a quarter of what has to be compiled, and no
-/// program needs it.
+/// The dtypes of [`dispatch`].
 pub(crate) const DTYPES: &str = if HAS_F64 {
     "F32, BF16, F16 or F64"
 } else {
     "F32, BF16 or F16 (and F64 in a build with the feature `f64`)"
 };
+
+/// The dtypes of what is kept in full precision.
 pub(crate) const FULL_PRECISION: &str =
     if HAS_F64 { "F32 or F64" } else { "F32 (or F64 in a build with the feature `f64`)" };
-pub(crate) const HAS_F64: bool = cfg!(any(test, feature = "f64"));
 
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {
@@ -437,7 +440,7 @@ pub(crate) fn rows_per_sum(rows: usize, columns: usize) -> usize {
 /// Adds up the tasks' sums `(tasks, columns)` in order.
 pub(crate) fn add_sums<A: Real>(sums: &[A], columns: usize) -> Vec<A> {
     let mut total = zeros(columns);
-    simd::vectorize(
+    vectorize(
         #[inline(always)]
         || {
             for sums in sums.chunks_exact(columns.max(1)) {

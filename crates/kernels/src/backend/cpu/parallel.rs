@@ -7,7 +7,7 @@
 //! thread gets the same part of the tasks each time, so that what it read before may still be in
 //! its cache, and takes over what the others haven't begun when it has finished its own.
 
-use super::simd::vectorize;
+use metal_candle_cpu::simd::vectorize;
 use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -1,12 +1,12 @@
 //! LoRA layers of a few rows: a pass over each matrix as it lies.
 
 use super::{Adapter, AdapterGradients, Incoming, Layer, frozen};
-use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, Real, Values, for_each_chunk, for_each_index, rows_per_task, unwritten,
 };
 use crate::matmul::cpu::{OUTPUTS, PARALLEL_MULTIPLICATIONS, add, combine, forward_few, widened};
 use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
+use metal_candle_cpu::scratch::Scratch;
 use std::ops::Range;
 
 /// As [`super::forward`].

@@ -9,13 +9,13 @@ pub(super) use dropout::{apply, mask};
 
 use crate::backend::cpu::gemm::{Block, Change, Job, Kind, Lhs, Operand, Term};
 use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
-use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, for_each_chunk, unwritten,
 };
 use crate::matmul::cpu::{self as matmul, Left, Packs, forward_many, kind_of, store};
 use crate::matmul::few_rows::FEW_ROWS;
 use factors::{BOTH, Factor, Halves, RIGHT, add_rows_of_halves, low_rank_left, store_halves};
+use metal_candle_cpu::scratch::Scratch;
 
 /// Dropout of an adapter's input.
 pub(super) struct Dropped<'a, A> {

@@ -1,13 +1,19 @@
 //! Products of a few rows with a matrix in fewer bits, whose codes are read once.
 
-use super::Elements;
 use super::integers::IntegerRows;
-#[cfg(target_arch = "x86_64")]
-use super::lines::{Lines, Ordered};
+use super::read;
 use crate::backend::cpu::{Real, Values};
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::{as_f32, as_f32_mut, simd::vectorize};
-use crate::matmul::few_rows::sum_lanes;
+use crate::backend::cpu::{as_f32, as_f32_mut};
+use metal_candle_cpu::few_rows::sum_lanes;
+use metal_candle_cpu::quantized::Elements;
+#[cfg(target_arch = "x86_64")]
+use metal_candle_cpu::quantized::{
+    lines::{Lines, Ordered},
+    x86,
+};
+#[cfg(target_arch = "x86_64")]
+use metal_candle_cpu::simd::vectorize;
 use std::ops::Range;
 
 /// Numbers that are unpacked at a time.
@@ -44,7 +50,7 @@ impl<'a, A: Real> Rows<'a, A> {
             let lines = matrices
                 .filter(|matrix| matrix.byte_rows().is_none())
                 .filter_map(|matrix| Lines::of(matrix, depth));
-            let way = lines.clone().next().and_then(|_| super::x86::way());
+            let way = lines.clone().next().and_then(|_| x86::way());
             let stored = match stored {
                 Values::Bf16(stored) => Some(stored),
                 _ => None,
@@ -83,7 +89,7 @@ impl<'a, A: Real> Rows<'a, A> {
             && let Some(out) = as_f32_mut(out)
         {
             // SAFETY: they are ordered for registers that the machine has.
-            return unsafe { super::x86::dots(ordered, matrix, lines, out) };
+            return unsafe { x86::dots(ordered, matrix, lines, out) };
         }
         for (index, line) in lines.clone().enumerate() {
             for row in 0..self.rows {
@@ -101,7 +107,7 @@ fn dot<A: Real>(x: &[A], matrix: Elements, start: usize) -> A {
     let mut numbers = [A::ZERO; PIECE];
     for (index, x) in x.chunks(PIECE).enumerate() {
         let numbers = &mut numbers[..x.len()];
-        matrix.read(start + index * PIECE, numbers);
+        read(matrix, start + index * PIECE, numbers);
         for (x, numbers) in x.chunks(LANES).zip(numbers.chunks(LANES)) {
             for ((sum, x), number) in sums.iter_mut().zip(x).zip(numbers) {
                 *sum += *x * *number;
@@ -127,7 +133,7 @@ pub(crate) fn add_combinations<A: Real>(
     for k in 0..depth {
         for first in (0..columns.len()).step_by(PIECE) {
             let numbers = &mut numbers[..PIECE.min(columns.len() - first)];
-            matrix.read(k * width + columns.start + first, numbers);
+            read(matrix, k * width + columns.start + first, numbers);
             for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
                 let x = x[row * x_stride + k];
                 for (out, number) in out[first..].iter_mut().zip(&*numbers) {

@@ -2,11 +2,12 @@
 //! [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows): one pass over the bytes as they lie.
 
 use crate::backend::cpu::Real;
-use crate::backend::cpu::scratch::Scratch;
+use crate::quantized::int8::{ZERO, round_row};
+use metal_candle_cpu::quantized::ByteRows;
+use metal_candle_cpu::scratch::Scratch;
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::has_vnni;
-use crate::backend::cpu::simd::vectorize;
-use crate::quantized::int8::{ByteRows, ZERO, round_row};
+use metal_candle_cpu::simd::has_vnni;
+use metal_candle_cpu::simd::vectorize;
 use std::ops::Range;
 
 /// Rows rounded to integers.

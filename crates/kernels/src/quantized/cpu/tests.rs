@@ -124,11 +124,12 @@ fn products_are_those_with_the_numbers() {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn registers_of_either_size_give_the_products() {
-    use crate::backend::cpu::simd::{Level, has_byte_dots, has_narrow_byte_dots, level};
-    use crate::quantized::cpu::digits::By;
-    use crate::quantized::cpu::lines::{Lines, Ordered, Way};
-    use crate::quantized::cpu::{Inputs, x86};
+    use crate::quantized::cpu::Inputs;
     use half::bf16;
+    use metal_candle_cpu::quantized::digits::By;
+    use metal_candle_cpu::quantized::lines::{Lines, Ordered, Way};
+    use metal_candle_cpu::quantized::x86;
+    use metal_candle_cpu::simd::{Level, has_byte_dots, has_narrow_byte_dots, level};
 
     // The last by pairs, where codes stand for numbers of bf16.
     let ways = [
@@ -176,7 +177,7 @@ fn registers_of_either_size_give_the_products() {
                         && level() == Level::Avx512Bf16
                         && [4, 6].contains(&matrix.levels().bits())
                         && name != "nf4";
-                    assert_eq!(ordered.pairs_for(lines).is_some(), by_pairs, "{name}");
+                    assert_eq!(ordered.is_by_pairs(lines), by_pairs, "{name}");
                     let bits = matrix.levels().bits();
                     let table = matches!(matrix.levels(), Levels::Table(_));
                     let integers = name != "nf4" && name != "fp8";
@@ -186,7 +187,7 @@ fn registers_of_either_size_give_the_products() {
                         Some(By::AvxVnni) => [4, 8].contains(&bits) && integers && name != "nvfp4",
                         Some(By::Avx512Vnni) => integers,
                     };
-                    assert_eq!(ordered.digits_for(lines).is_some(), by_digits, "{name}");
+                    assert_eq!(ordered.is_by_digits(lines), by_digits, "{name}");
                     let mut out = vec![f32::NAN; rows * part.len()];
                     // SAFETY: the machine has the registers.
                     unsafe { x86::dots(&ordered, lines, part.clone(), &mut out) };
@@ -302,7 +303,7 @@ fn numbers_are_rounded_as_each_is_alone() {
             }
         }
     }
-    assert!(read > 0 || !crate::backend::cpu::simd::prefers_bf16(), "no numbers were read");
+    assert!(read > 0 || !metal_candle_cpu::simd::prefers_bf16(), "no numbers were read");
 }
 
 /// However many there are, from those on that are multiplied together.

@@ -15,12 +15,12 @@ pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;
 
-use super::cpu::e4m3;
 use super::quantize::to_e4m3;
 use super::{Arithmetic, Levels, OPERATION, Quantized, Scales};
 use crate::backend::cpu::{for_each_chunk, rows_per_task};
 use crate::backend::{require_together, rows_and_columns};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use metal_candle_cpu::quantized::e4m3;
 
 /// The least scale, with which no multiple by an e4m3 is subnormal.
 const LEAST: f32 = f32::from_bits(17 << 23);

@@ -23,16 +23,6 @@ const MOST: usize = 1 << 17;
 /// The code of 0.
 pub(crate) const ZERO: u8 = 128;
 
-/// A matrix `(outer, inner)` of bytes with a scale a row: `(code - 128)·scale`.
-#[derive(Clone, Copy)]
-pub(crate) struct ByteRows<'a> {
-    /// `(outer, inner)`
-    pub codes: &'a [u8],
-    /// `(outer)`
-    pub scales: &'a [f32],
-    pub inner: usize,
-}
-
 impl Quantized {
     /// The scales of the matrix's rows, if products with it are those of [`Arithmetic::Int8Rows`].
     pub(crate) fn int8_scales(&self) -> Option<&Tensor> {

@@ -1,11 +1,11 @@
 //! What `mlx.core.quantize` 0.32 makes on the CPU: integers with a scale and an offset (`affine`), and the
 //! microscaling formats, whose arithmetic is in the dtype of the numbers.
 
-use super::super::cpu::e4m3;
 use super::super::{E2M1, Levels, OPERATION, Quantized, Scales};
 use super::{Source, bytes_tensor, f32_tensor, largest, to_e4m3};
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
+use metal_candle_cpu::quantized::e4m3;
 
 /// Scales and offsets have the dtype of the numbers.
 pub(super) fn affine(source: &Source, bits: usize, group: usize) -> Result<Quantized> {

@@ -6,10 +6,10 @@
 //! their mean; with m inputs X of the mean ν, those of `[σ·V; X - ν; √(n·m/(n+m))·(μ - ν)]` take their place.
 
 use super::singular::{self, Search, Singular};
-use super::vectors::{Rows, dot, orthonormalize};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{Device, Tensor};
+use metal_candle_cpu::vectors::{Rows, dot, orthonormalize};
 
 /// Iterations of the search, which begins where the one for the batch before ended; as many as PEFT makes.
 const ITERATIONS: usize = 5;
@@ -174,7 +174,7 @@ pub(crate) fn ranks(shares: &[&[f64]], budget: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapter::methods::singular::{eigenvectors, gram};
+    use metal_candle_cpu::vectors::{eigenvectors, gram};
 
     /// `count` inputs of `width` numbers with a mean that isn't zero, whose directions have these deviations, and
     /// little of everything else.

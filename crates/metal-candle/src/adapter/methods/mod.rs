@@ -7,7 +7,6 @@ pub(super) mod olora;
 pub(super) mod pissa;
 mod singular;
 pub(super) mod table;
-mod vectors;
 
 pub(crate) use lora::LowRank;
 pub(crate) use table::TableUpdate;

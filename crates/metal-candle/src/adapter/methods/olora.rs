@@ -2,9 +2,9 @@
 //! arXiv:2406.01775).
 
 use super::lora::Start;
-use super::vectors::{Rows, orthonormalize};
 use crate::Result;
 use candle_core::{DType, Device, Tensor};
+use metal_candle_cpu::vectors::{Rows, orthonormalize};
 
 /// The start for a frozen weight `(out, in)`: its first `rank` columns, made orthonormal, are Q and give, with
 /// the other columns, the first `rank` rows of R. Sums are in f64.

@@ -3,9 +3,9 @@
 
 use super::lora::Start;
 use super::singular::{self, Search, Singular};
-use super::vectors::Rows;
 use crate::Result;
 use candle_core::{DType, Device, Tensor};
+use metal_candle_cpu::vectors::Rows;
 use metal_candle_kernels::copy;
 
 /// Vectors beyond the rank that speed convergence up.
@@ -45,10 +45,10 @@ pub fn start(weight: &Tensor, rank: usize, scale: f64, iterations: usize) -> Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::singular::{eigenvectors, gram, rows};
-    use super::super::vectors::orthonormalize;
+    use super::super::singular::rows;
     use super::*;
     use crate::random::SplitMix64;
+    use metal_candle_cpu::vectors::{eigenvectors, gram, orthonormalize};
 
     /// A matrix with known singular values.
     fn matrix(out: usize, input: usize, values: &[f64]) -> Tensor {

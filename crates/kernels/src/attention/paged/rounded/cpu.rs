@@ -1,10 +1,10 @@
 //! Rounding to 8 bits and reading it on the CPU.
 
 use super::{GROUP, RoundedPool};
-use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{Element, Real, for_each_chunk2, rows_per_task};
 use crate::copy;
 use candle_core::{DType, Device, Result, Tensor};
+use metal_candle_cpu::simd::vectorize;
 
 /// The byte of the least scale.
 const LEAST: u32 = 7;

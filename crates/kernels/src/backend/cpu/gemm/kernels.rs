@@ -6,12 +6,12 @@
 #[cfg(target_arch = "x86_64")]
 use super::tiles;
 use crate::backend::cpu::element::Real;
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::Level;
-use crate::backend::cpu::simd::level;
 use candle_core::DType;
 #[cfg(target_arch = "x86_64")]
 use half::bf16;
+#[cfg(target_arch = "x86_64")]
+use metal_candle_cpu::simd::Level;
+use metal_candle_cpu::simd::level;
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use super::tiles::Configured;

@@ -25,12 +25,12 @@ use super::element::Real;
 #[cfg(target_arch = "x86_64")]
 use super::element::Values;
 use super::parallel::run;
-use super::scratch::Scratch;
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 #[cfg(target_arch = "x86_64")]
 use kernels::Lines;
 use kernels::{PANEL, Panel, SPARE_ROWS};
+use metal_candle_cpu::scratch::Scratch;
 use std::ops::Range;
 
 pub(crate) use kernels::Kind;

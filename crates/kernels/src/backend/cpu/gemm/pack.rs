@@ -7,14 +7,14 @@
 use super::kernels::{Kind, PANEL, SPARE_ROWS, STRIDE};
 use crate::backend::cpu::element::{Element, Real, Values};
 use crate::backend::cpu::parallel::{Disjoint, run};
-use crate::backend::cpu::scratch::Scratch;
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::{Level, level};
-use crate::backend::cpu::simd::{prefetch, vectorize};
-use crate::backend::cpu::unwritten::Plain;
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 use half::bf16;
+use metal_candle_cpu::scratch::Scratch;
+#[cfg(target_arch = "x86_64")]
+use metal_candle_cpu::simd::{Level, level};
+use metal_candle_cpu::simd::{prefetch, vectorize};
+use metal_candle_cpu::unwritten::Plain;
 use std::ops::Range;
 
 /// A matrix to be packed: lines are the rows of a left side and the columns of a right side.

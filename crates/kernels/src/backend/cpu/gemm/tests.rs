@@ -33,7 +33,7 @@ fn kinds() -> Vec<Kind> {
     let fast: &[Kind] = &[];
     #[cfg(target_arch = "x86_64")]
     let fast = {
-        use crate::backend::cpu::simd::{Level, level};
+        use metal_candle_cpu::simd::{Level, level};
         match level() {
             level if level >= Level::Amx => &[Kind::Pairs, Kind::Tiles][..],
             level if level >= Level::Avx512Bf16 => &[Kind::Pairs],

@@ -2,8 +2,8 @@
 
 use super::super::kernels::{PANEL, STRIDE};
 use super::GROUP;
-use crate::backend::cpu::simd::{has_narrow_byte_dots, has_vnni};
-use crate::quantized::cpu::registers::{Avx2, Avx512, Registers};
+use metal_candle_cpu::quantized::registers::{Avx2, Avx512, Registers};
+use metal_candle_cpu::simd::{has_narrow_byte_dots, has_vnni};
 use std::arch::x86_64::*;
 
 /// The instructions by which pairs of 16 bits are multiplied, which come with those for bytes.

@@ -17,13 +17,13 @@ use super::kernels::{PANEL, SPARE_ROWS, STRIDE};
 use super::pack::{Blocks, SQUARE, transpose_square};
 use crate::backend::cpu::element::{Real, Values, as_f32_mut};
 use crate::backend::cpu::parallel::{Disjoint, run};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::{prefers_bf16, vectorize};
-use crate::backend::cpu::unwritten::Plain;
-use crate::quantized::IntegerLines;
 use candle_core::DType;
 use half::bf16;
 use kernels::{By, Panel};
+use metal_candle_cpu::quantized::{IntegerLines, PowerOfTwo};
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::{prefers_bf16, vectorize};
+use metal_candle_cpu::unwritten::Plain;
 use std::ops::Range;
 
 /// Neighbours of a row that have a power of two in common.
@@ -149,38 +149,6 @@ fn put(x: &[bf16], words: &mut [u32], powers: &mut [f32], sums: &mut [f32]) {
         }
         *power = scaled.power;
         *of_group = sum as f32 * scaled.power;
-    }
-}
-
-/// What neighbouring numbers are multiples of.
-#[derive(Clone, Copy)]
-pub(crate) struct PowerOfTwo {
-    /// NaN where the numbers aren't all finite.
-    pub power: f32,
-    inverse: f32,
-}
-
-impl PowerOfTwo {
-    /// Of numbers of which the largest has these bits, but for its sign, as integers of so many bits and a sign.
-    #[inline(always)]
-    pub(crate) fn of(size: u32, bits: u32) -> Self {
-        const EXPONENT: u32 = 0xff << 23;
-        // The largest number is below twice the power of its exponent.
-        let exponent = (size & EXPONENT).max(bits << 23) - ((bits - 1) << 23);
-        let power = match size < EXPONENT {
-            true => f32::from_bits(exponent),
-            false => f32::NAN,
-        };
-        PowerOfTwo { power, inverse: f32::from_bits((254 << 23) - exponent) }
-    }
-
-    /// The nearest integer. It has no meaning where the numbers aren't all finite.
-    #[inline(always)]
-    pub(crate) fn integer(self, number: f32) -> i32 {
-        // 1.5·2^23, which leaves no room for what is behind the point.
-        let round = f32::from_bits(150 << 23 | 1 << 22);
-        let rounded = (number * self.inverse + round).to_bits() as i32;
-        rounded.wrapping_sub(round.to_bits() as i32)
     }
 }
 

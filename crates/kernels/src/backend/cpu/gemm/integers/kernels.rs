@@ -6,9 +6,9 @@
 use super::super::kernels::{Configured, PANEL, Panel, STRIDE};
 #[cfg(target_arch = "x86_64")]
 use super::super::tiles;
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::{Level, has_byte_tiles, has_vnni, level};
 use crate::quantized::int8::ZERO;
+#[cfg(target_arch = "x86_64")]
+use metal_candle_cpu::simd::{Level, has_byte_tiles, has_vnni, level};
 
 /// Words that are multiplied at a time at most.
 pub(super) const BLOCK: usize = 320;

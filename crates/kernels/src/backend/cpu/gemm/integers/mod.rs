@@ -16,9 +16,10 @@ use super::kernels::{PANEL, Panel, SPARE_ROWS, STRIDE};
 use super::pack::Blocks;
 use crate::backend::cpu::element::{Real, Values, as_f32};
 use crate::backend::cpu::parallel::{Disjoint, run};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::vectorize;
-use crate::quantized::int8::{ByteRows, round_row};
+use crate::quantized::int8::round_row;
+use metal_candle_cpu::quantized::ByteRows;
+use metal_candle_cpu::scratch::Scratch;
+use metal_candle_cpu::simd::vectorize;
 use std::ops::Range;
 
 pub(crate) use kernels::Kind;

@@ -6,10 +6,11 @@ use super::super::pack::SQUARE;
 #[cfg(target_arch = "x86_64")]
 use super::super::pack::transpose_square;
 use super::{Kind, Side};
+use crate::quantized::int8::ZERO;
+use metal_candle_cpu::quantized::ByteRows;
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::prefetch;
-use crate::backend::cpu::simd::{prefetch_bytes, vectorize};
-use crate::quantized::int8::{ByteRows, ZERO};
+use metal_candle_cpu::simd::prefetch;
+use metal_candle_cpu::simd::{prefetch_bytes, vectorize};
 use std::ops::Range;
 
 /// Rows ahead that short pieces of far apart rows are asked for: as long as memory takes.

@@ -2,9 +2,9 @@
 
 use super::lines::filled_up;
 use super::registers::{MOST_LANES, Registers};
+use super::{BLOCK, NESTED};
 use super::{ScalesView, View, e4m3, e8m0};
-use crate::backend::cpu::simd::prefetch;
-use crate::quantized::{BLOCK, NESTED};
+use crate::simd::prefetch;
 use half::{bf16, f16};
 
 /// Scales and offsets of some lines' groups, which are counted from the first line's first on.
@@ -323,7 +323,7 @@ const COUNTED: [u32; 2 * MOST_LANES] = {
     counted
 };
 
-/// Groups that share a scale of [`Scales::Blocks`](crate::quantized::Scales::Blocks).
+/// Groups that share a scale of [`ScalesView::Blocks`].
 pub(super) fn groups_of_block(group: usize) -> usize {
     BLOCK / group
 }

@@ -6,13 +6,13 @@
 //! up without rounding, so what is lost is what is below 2^-22 of the lane's largest number (2^-21 for codes of 8 bits): as
 //! much as sums in f32 lose.
 
+use super::Levels;
+use super::PowerOfTwo;
 use super::integer_lines::unit;
 use super::lines::{Lines, Ordered, Piece, dots_by};
 use super::registers::{Avx2, Avx512, MOST_LANES, Registers, call_with};
-use crate::backend::cpu::gemm::block_floats::PowerOfTwo;
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::{has_byte_dots, has_narrow_byte_dots};
-use crate::quantized::Levels;
+use crate::scratch::Scratch;
+use crate::simd::{has_byte_dots, has_narrow_byte_dots};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -30,7 +30,7 @@ const MOST_NUMBERS: usize = MOST_REGISTERS * BYTES * MOST_LANES;
 
 /// The instructions by which digits are multiplied.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum By {
+pub enum By {
     /// AVX2's sums of two products in 16 bits, for codes of 4 bits.
     Avx2,
     /// Registers of 256 bits, for codes of 4 and 8 bits.

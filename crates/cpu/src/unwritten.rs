@@ -8,7 +8,7 @@ use std::mem::{ManuallyDrop, MaybeUninit};
 ///
 /// # Safety
 /// They have to be.
-pub(crate) unsafe trait Plain: Copy {}
+pub unsafe trait Plain: Copy {}
 
 // SAFETY: numbers without forbidden bits.
 unsafe impl Plain for f32 {}
@@ -29,7 +29,7 @@ unsafe impl Plain for u32 {}
 
 /// `count` elements with whatever bits are there. What is read before it is written is some value; in tests, and
 /// where assertions are checked, it is NaN.
-pub(crate) fn unwritten<T: Plain>(count: usize) -> Vec<T> {
+pub fn unwritten<T: Plain>(count: usize) -> Vec<T> {
     let mut memory: Vec<MaybeUninit<T>> = Vec::with_capacity(count);
     // SAFETY: the capacity is there, and elements of this type need no value.
     unsafe { memory.set_len(count) };
@@ -61,7 +61,7 @@ fn settle<T: Plain>(memory: &mut [MaybeUninit<T>]) {
 /// In tests, and where assertions are checked, makes NaN of memory that is to be written, so that what isn't
 /// shows in results.
 #[inline(always)]
-pub(crate) fn spoil<T: Plain>(memory: &mut [T]) {
+pub fn spoil<T: Plain>(memory: &mut [T]) {
     if cfg!(any(test, debug_assertions)) {
         // SAFETY: any bits are a value, and this many bytes are those of the slice.
         unsafe { std::ptr::write_bytes(memory.as_mut_ptr(), 0xff, memory.len()) };

@@ -4,16 +4,18 @@ use half::f16;
 use std::arch::x86_64::*;
 
 /// Lanes of a register at most.
-pub(crate) const MOST_LANES: usize = 16;
+pub const MOST_LANES: usize = 16;
 
 /// Registers whose lanes are summed together.
-pub(crate) const SUMMED: usize = 4;
+pub const SUMMED: usize = 4;
 
 /// Registers of 32-bit lanes.
 ///
 /// # Safety
 /// The machine needs the instructions; pointers need as many numbers behind them as are read or written.
-pub(crate) trait Registers {
+// What is said above holds for all of its functions.
+#[allow(clippy::missing_safety_doc)]
+pub trait Registers {
     const LANES: usize;
     type Floats: Copy;
     type Words: Copy;
@@ -124,7 +126,7 @@ const fn bits_of_lanes(bits: usize) -> [u32; MOST_LANES] {
     shifts
 }
 
-pub(crate) struct Avx512;
+pub struct Avx512;
 
 impl Avx512 {
     /// Pairs of bytes of each quarter's codes.
@@ -316,7 +318,7 @@ unsafe fn sum_of_halves(floats: __m256) -> [f32; SUMMED] {
     }
 }
 
-pub(crate) struct Avx2;
+pub struct Avx2;
 
 // SAFETY of all: as the callers of a method promise.
 impl Registers for Avx2 {

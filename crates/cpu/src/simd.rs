@@ -13,7 +13,7 @@ const VARIABLE: &str = "METAL_CANDLE_SIMD";
 
 /// What the machine has beyond the target's baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Level {
+pub enum Level {
     /// SSE2 on x86-64, NEON on AArch64.
     Baseline,
     /// AVX2, FMA and F16C.
@@ -44,7 +44,7 @@ const LEVELS: &[(&str, Level)] = &[
 ];
 
 /// The best level of this machine, or a lower one that `METAL_CANDLE_SIMD` names.
-pub(crate) fn level() -> Level {
+pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
         let best = detect();
@@ -54,7 +54,7 @@ pub(crate) fn level() -> Level {
 }
 
 /// That `METAL_CANDLE_SIMD` names a level of this machine, if it is set.
-pub(crate) fn check() -> Result<(), String> {
+pub fn check() -> Result<(), String> {
     named(std::env::var_os(VARIABLE).as_deref(), detect()).map(drop)
 }
 
@@ -76,31 +76,31 @@ fn named(value: Option<&OsStr>, best: Level) -> Result<Level, String> {
 
 /// Whether products of bf16 numbers are faster than those of f32.
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn prefers_bf16() -> bool {
+pub fn prefers_bf16() -> bool {
     level() >= Level::Avx512Bf16
 }
 
 /// Whether the machine has AVX-512's dot products of bytes.
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn has_vnni() -> bool {
+pub fn has_vnni() -> bool {
     level() >= Level::Avx512 && is_x86_feature_detected!("avx512vnni")
 }
 
 /// Whether it has those and what puts codes of fewer bits into bytes (VBMI).
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn has_byte_dots() -> bool {
+pub fn has_byte_dots() -> bool {
     has_vnni() && is_x86_feature_detected!("avx512vbmi")
 }
 
 /// Whether the machine has dot products of bytes in registers of 256 bits, by AVX's instructions.
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn has_narrow_byte_dots() -> bool {
+pub fn has_narrow_byte_dots() -> bool {
     level() >= Level::Avx2 && is_x86_feature_detected!("avxvnni")
 }
 
 /// Whether the machine has tiles of bytes beside those of bf16.
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn has_byte_tiles() -> bool {
+pub fn has_byte_tiles() -> bool {
     // Where the machine is virtual, asking takes it as long as a small product.
     static BYTES: OnceLock<bool> = OnceLock::new();
     *BYTES.get_or_init(|| {
@@ -171,7 +171,7 @@ fn tiles_allowed() -> bool {
 /// Calls `body`, compiled for the machine's instruction set. What it calls is compiled so as well
 /// where it is inlined: mark closures and helpers `#[inline(always)]`.
 #[inline(always)]
-pub(crate) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
@@ -197,14 +197,14 @@ pub(crate) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
 /// A register of whatever kind, as pairs of bf16 numbers.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) fn as_pairs(register: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512bh {
+pub fn as_pairs(register: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512bh {
     // SAFETY: both are 64 bytes of which every pattern is one.
     unsafe { std::mem::transmute(register) }
 }
 
 /// Asks for the cache line at an address, which need not be one of this process.
 #[inline(always)]
-pub(crate) fn prefetch<S>(address: *const S) {
+pub fn prefetch<S>(address: *const S) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the instruction reads nothing and is there on every x86-64.
     unsafe {
@@ -217,7 +217,7 @@ pub(crate) fn prefetch<S>(address: *const S) {
 
 /// [`prefetch`] of so many bytes from an address on.
 #[inline(always)]
-pub(crate) fn prefetch_bytes(first: *const u8, count: usize) {
+pub fn prefetch_bytes(first: *const u8, count: usize) {
     for offset in (0..count).step_by(64) {
         prefetch(first.wrapping_add(offset));
     }

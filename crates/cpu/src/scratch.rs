@@ -2,8 +2,7 @@
 //! steady state allocates none. It stays with the thread that drops it, so who takes it drops it: buffers that wander to
 //! another thread are missed on the one and never used on the other.
 
-use super::element::Real;
-use super::unwritten::{Plain, spoil, unwritten};
+use crate::unwritten::{Plain, spoil, unwritten};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -62,25 +61,25 @@ impl Buffers {
 }
 
 /// Gives back what this thread keeps.
-pub(crate) fn give_back() {
+pub fn give_back() {
     BUFFERS.take();
 }
 
 /// How many buffers this thread keeps.
-#[cfg(test)]
-pub(crate) fn kept() -> usize {
+pub fn kept() -> usize {
     BUFFERS.with_borrow(|buffers| buffers.by_size.len())
 }
 
 /// Numbers in working memory, aligned to 64 bytes, with whatever was left there: see [`unwritten`].
-pub(crate) struct Scratch<A> {
+pub struct Scratch<A> {
     lines: Vec<Line>,
     count: usize,
     element: PhantomData<A>,
 }
 
 impl<A: Plain> Scratch<A> {
-    pub(crate) fn new(count: usize) -> Self {
+    /// Of so many numbers.
+    pub fn new(count: usize) -> Self {
         let needed = (count * size_of::<A>()).div_ceil(64);
         let kept = BUFFERS.with_borrow_mut(|buffers| buffers.take(needed));
         let lines = kept.unwrap_or_else(|| unwritten(needed));
@@ -90,10 +89,11 @@ impl<A: Plain> Scratch<A> {
     }
 }
 
-impl<A: Real> Scratch<A> {
-    pub(crate) fn zeros(count: usize) -> Self {
+impl<A: Plain + Default> Scratch<A> {
+    /// With zeros.
+    pub fn zeros(count: usize) -> Self {
         let mut scratch = Self::new(count);
-        scratch.fill(A::ZERO);
+        scratch.fill(A::default());
         scratch
     }
 }

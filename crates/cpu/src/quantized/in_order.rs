@@ -1,10 +1,10 @@
 //! The numbers of codes one after the other, in registers of several.
 
+use super::Levels;
 use super::View;
 use super::registers::{Avx2, Avx512, MOST_LANES, Registers};
 use super::scaling::fill;
-use crate::backend::cpu::Element;
-use crate::quantized::Levels;
+use crate::floats::f32_to_bf16;
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -48,7 +48,7 @@ impl<R: Registers> Number<R> for f32 {
 
 impl Number<Avx512> for bf16 {
     fn narrow(wide: &[f32], to: &mut [bf16]) {
-        <bf16 as Element>::narrow(wide, to);
+        to.iter_mut().zip(wide).for_each(|(to, wide)| *to = f32_to_bf16(*wide));
     }
     #[inline(always)]
     unsafe fn store(floats: __m512, to: *mut bf16) {

@@ -1,9 +1,9 @@
 //! Dot products of a few rows with codes of any kind, which become numbers in f32.
 
+use super::Levels;
 use super::lines::{Lines, Ordered, Piece, dots_by};
 use super::registers::Registers;
-use crate::backend::cpu::scratch::Scratch;
-use crate::quantized::Levels;
+use crate::scratch::Scratch;
 use std::ops::Range;
 
 /// What the codes are, as a constant for the compiler.

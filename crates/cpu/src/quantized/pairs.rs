@@ -4,11 +4,11 @@
 //! Half a lane of a register, 16 bits, has two or four neighbouring codes, so that a register of codes, shifted, has
 //! all of them in turn as indices of a table of two bytes a number. [`OrderedPairs`] has the rows in the same order.
 
+use super::Levels;
 use super::lines::{Lines, Ordered, Piece, dots_by};
 use super::registers::{Avx512, MOST_LANES, call_with};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::{Level, as_pairs, level, vectorize};
-use crate::quantized::Levels;
+use crate::scratch::Scratch;
+use crate::simd::{Level, as_pairs, level, vectorize};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::ops::Range;

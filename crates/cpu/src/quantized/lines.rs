@@ -10,16 +10,16 @@
 //!
 //! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
 
+use super::Levels;
 use super::digits::{By, OrderedDigits};
 use super::numbers::OrderedNumbers;
 use super::pairs::{self, OrderedPairs};
 use super::registers::{MOST_LANES, Registers, SUMMED};
 use super::scaling::{Halves, OfBlocks, Ready, Scaling, fill_apart, groups_of_block};
 use super::{Elements, ScalesView, View};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::prefetch;
-use crate::matmul::few_rows::{FEW_ROWS, sum_lanes};
-use crate::quantized::Levels;
+use crate::few_rows::{FEW_ROWS, sum_lanes};
+use crate::scratch::Scratch;
+use crate::simd::prefetch;
 use half::bf16;
 use std::ops::Range;
 
@@ -37,7 +37,7 @@ const TOGETHER: usize = 4;
 
 /// How the lines of a matrix lie.
 #[derive(Clone, Copy)]
-pub(super) struct Lines<'a> {
+pub struct Lines<'a> {
     view: &'a View<'a>,
     /// The element that the first one starts with.
     start: usize,
@@ -51,7 +51,7 @@ pub(super) struct Lines<'a> {
 impl<'a> Lines<'a> {
     /// Of a matrix `depth` wide. `None` where a line isn't some whole groups and bytes, or a group isn't some whole
     /// lanes.
-    pub(super) fn of(matrix: Elements<'a>, depth: usize) -> Option<Self> {
+    pub fn of(matrix: Elements<'a>, depth: usize) -> Option<Self> {
         let Elements { view, start, .. } = matrix;
         let group = view.group;
         let whole = depth > 0
@@ -132,14 +132,14 @@ impl<'a> Lines<'a> {
 
 /// The registers that rows are ordered for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
+pub struct Way {
     pub lanes: usize,
     /// By what codes that are integers are multiplied, if not as numbers.
     pub digits: Option<By>,
 }
 
 /// Rows in the order in which codes are unpacked.
-pub(super) struct Ordered {
+pub struct Ordered {
     rows: usize,
     depth: usize,
     lanes: usize,
@@ -154,7 +154,7 @@ pub(super) struct Ordered {
 impl Ordered {
     /// `x` `(rows, depth)`, also in bf16 where that is what is stored, for products with these matrices.
     #[inline(always)]
-    pub(super) fn new<'m>(
+    pub fn new<'m>(
         rows: usize,
         depth: usize,
         (x, stored): (&[f32], Option<&[bf16]>),
@@ -216,6 +216,16 @@ impl Ordered {
     /// What the matrix is multiplied by, if that is by pairs.
     pub(super) fn pairs_for(&self, matrix: Lines) -> Option<&OrderedPairs> {
         self.pairs.as_ref().filter(|_| pairs::takes_pairs(matrix))
+    }
+
+    /// Whether the matrix is multiplied by pairs of bf16 numbers.
+    pub fn is_by_pairs(&self, matrix: Lines) -> bool {
+        self.pairs_for(matrix).is_some()
+    }
+
+    /// Whether it is multiplied by digits.
+    pub fn is_by_digits(&self, matrix: Lines) -> bool {
+        self.digits_for(matrix).is_some()
     }
 
     /// What all others are multiplied by.

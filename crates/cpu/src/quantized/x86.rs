@@ -6,7 +6,7 @@ use super::numbers::{self, OrderedNumbers};
 use super::registers::{Avx2, Avx512, Registers};
 use super::scaling::fill_apart;
 use super::{ScalesView, View, digits, in_order, pairs};
-use crate::backend::cpu::simd::{Level, level};
+use crate::simd::{Level, level};
 use half::bf16;
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(super) fn lanes() -> Option<usize> {
 }
 
 /// How rows are multiplied, where there are registers for it.
-pub(super) fn way() -> Option<Way> {
+pub fn way() -> Option<Way> {
     lanes().map(|lanes| Way { lanes, digits: digits::By::best(lanes) })
 }
 
@@ -29,7 +29,7 @@ pub(super) fn way() -> Option<Way> {
 /// # Safety
 /// The machine needs the instructions of the [`Way`] that the rows are ordered for.
 #[inline(always)]
-pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+pub unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
     // SAFETY: as promised by the caller.
     unsafe {
         match (x.pairs_for(matrix), x.digits_for(matrix), x.numbers()) {

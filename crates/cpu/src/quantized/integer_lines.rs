@@ -1,17 +1,17 @@
 //! Lines of codes, read as integers.
 
+use super::Levels;
 use super::in_order::INTEGERS;
 use super::lines::Lines;
 use super::registers::MOST_LANES;
 use super::{Elements, x86};
-use crate::quantized::Levels;
 use std::ops::Range;
 
 /// The lines of a matrix whose codes are read as integers times a unit: `unit·integer·scale + offset`. Of tables of other
 /// numbers, as NF4's, integers are the nearest ones, with the largest number as [`Self::LARGEST`], which is nearer on average than
 /// numbers of bf16 are.
 #[derive(Clone, Copy)]
-pub(crate) struct IntegerLines<'a> {
+pub struct IntegerLines<'a> {
     lines: Lines<'a>,
     unit: f32,
     /// Those of codes of 4 bits, twice.
@@ -32,13 +32,13 @@ pub(super) fn unit(levels: Levels) -> Option<f32> {
 
 impl<'a> IntegerLines<'a> {
     /// The largest integer that a code is read as, of either sign.
-    pub(crate) const LARGEST: i32 = 2047;
+    pub const LARGEST: i32 = 2047;
 
     /// What scales are read in.
-    pub(crate) const LANES: usize = MOST_LANES;
+    pub const LANES: usize = MOST_LANES;
 
     /// Of a matrix `depth` wide: `None` where codes are floats, or a line isn't some whole groups and bytes.
-    pub(crate) fn of(matrix: Elements<'a>, depth: usize) -> Option<Self> {
+    pub fn of(matrix: Elements<'a>, depth: usize) -> Option<Self> {
         if matrix.view.multiplies_integers || matrix.view.registers().is_none() {
             return None;
         }
@@ -60,17 +60,17 @@ impl<'a> IntegerLines<'a> {
     }
 
     /// Elements that a scale is for.
-    pub(crate) fn group(&self) -> usize {
+    pub fn group(&self) -> usize {
         self.lines.view().group
     }
 
-    pub(crate) fn has_offsets(&self) -> bool {
+    pub fn has_offsets(&self) -> bool {
         self.lines.view().has_offsets()
     }
 
     /// Writes the integers of some elements of a line.
     #[inline(always)]
-    pub(crate) fn read(&self, line: usize, elements: Range<usize>, target: &mut [i16]) {
+    pub fn read(&self, line: usize, elements: Range<usize>, target: &mut [i16]) {
         assert!(elements.len() == target.len() && elements.end <= self.lines.depth());
         x86::read_integers(
             self.lines.view(),
@@ -83,13 +83,7 @@ impl<'a> IntegerLines<'a> {
 
     /// Writes scales, times the unit, and offsets if there are any, from group `first` of a line on, in whole registers of
     /// [`Self::LANES`].
-    pub(crate) fn read_scales(
-        &self,
-        line: usize,
-        first: usize,
-        scales: &mut [f32],
-        offsets: &mut [f32],
-    ) {
+    pub fn read_scales(&self, line: usize, first: usize, scales: &mut [f32], offsets: &mut [f32]) {
         x86::read_scales(self.lines.view(), self.lines.group(line) + first, scales, offsets);
         for scale in scales {
             *scale *= self.unit;
