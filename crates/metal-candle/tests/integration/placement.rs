@@ -422,8 +422,11 @@ fn ranks_that_train_every_weight_follow_one() {
     // Of so many experts some read no token of a step.
     let mut mixture = with_experts();
     (mixture["num_experts"], mixture["moe_intermediate_size"]) = (json!(24), json!(32));
-    for (tied, changes) in [with_biases(false), with_biases(true), mixture].into_iter().enumerate()
+    mixture["head_dim"] = json!(16);
+    for (tied, mut changes) in
+        [with_biases(false), with_biases(true), mixture].into_iter().enumerate()
     {
+        (changes["hidden_size"], changes["intermediate_size"]) = (json!(64), json!(128));
         let folder = saved(changes);
         let begun = weights_in(folder.path());
         // Of 4 rows the ranks give each other the gradients of the embedding's rows; 24 read more than it has. The last
