@@ -1,9 +1,8 @@
 //! The numbers of codes one after the other, in registers of several.
 
-use super::Levels;
-use super::View;
 use super::registers::{Avx2, Avx512, MOST_LANES, Registers};
 use super::scaling::fill;
+use super::{Levels, View};
 use crate::floats::f32_to_bf16;
 use half::bf16;
 use std::arch::x86_64::*;

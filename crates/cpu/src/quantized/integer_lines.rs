@@ -1,10 +1,9 @@
 //! Lines of codes, read as integers.
 
-use super::Levels;
 use super::in_order::INTEGERS;
 use super::lines::Lines;
 use super::registers::MOST_LANES;
-use super::{Elements, x86};
+use super::{Elements, Levels, x86};
 use std::ops::Range;
 
 /// The lines of a matrix whose codes are read as integers times a unit: `unit·integer·scale + offset`. Of tables of other

@@ -10,13 +10,12 @@
 //!
 //! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
 
-use super::Levels;
 use super::digits::{By, OrderedDigits};
 use super::numbers::OrderedNumbers;
 use super::pairs::{self, OrderedPairs};
 use super::registers::{MOST_LANES, Registers, SUMMED};
 use super::scaling::{Halves, OfBlocks, Ready, Scaling, fill_apart, groups_of_block};
-use super::{Elements, ScalesView, View};
+use super::{Elements, Levels, ScalesView, View};
 use crate::few_rows::{FEW_ROWS, sum_lanes};
 use crate::scratch::Scratch;
 use crate::simd::prefetch;

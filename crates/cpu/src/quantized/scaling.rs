@@ -2,10 +2,10 @@
 
 use super::lines::filled_up;
 use super::registers::{MOST_LANES, Registers};
-use super::{BLOCK, NESTED};
-use super::{ScalesView, View, e4m3, e8m0};
+use super::{BLOCK, NESTED, ScalesView, View, e4m3, e8m0};
+use crate::floats::bf16_to_f32;
 use crate::simd::prefetch;
-use half::{bf16, f16};
+use half::f16;
 
 /// Scales and offsets of some lines' groups, which are counted from the first line's first on.
 pub(super) trait Scaling<R: Registers>: Copy {
@@ -243,9 +243,9 @@ pub(super) unsafe fn fill<R: Registers>(
             }
         }
         ScalesView::Bf16(from, added) => {
-            convert(&from[first..], scales, widened);
+            convert(&from[first..], scales, bf16_to_f32);
             if !offsets.is_empty() {
-                convert(&added[first..], offsets, widened);
+                convert(&added[first..], offsets, bf16_to_f32);
             }
         }
         ScalesView::E8m0(from) => convert(&from[first..], scales, e8m0),
@@ -283,11 +283,6 @@ pub(super) unsafe fn fill<R: Registers>(
             }
         }
     }
-}
-
-#[inline(always)]
-fn widened(number: bf16) -> f32 {
-    f32::from_bits(u32::from(number.to_bits()) << 16)
 }
 
 /// `to = number(from)`, and zeros where there are no more.

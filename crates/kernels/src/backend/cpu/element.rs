@@ -2,7 +2,6 @@
 //! stored in.
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
-use crate::quantized::cpu::read;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use metal_candle_cpu::floats::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
@@ -500,7 +499,11 @@ impl<'a, A: Real> Values<'a, A> {
             }
             Values::Bf16(values) => widen_half(&values[range], target),
             Values::F16(values) => widen_half(&values[range], target),
-            Values::Quantized(values) => read(values, start, target),
+            Values::Quantized(values) => by_f32(
+                target,
+                #[inline(always)]
+                |from, target| values.read(start + from, target),
+            ),
         }
     }
 
@@ -556,16 +559,25 @@ impl<'a, A: Real> Values<'a, A> {
 /// Converts half-precision numbers to f32, or by way of f32 to f64.
 #[inline(always)]
 fn widen_half<H: Element<Acc = f32>, A: Real>(source: &[H], target: &mut [A]) {
+    by_f32(
+        target,
+        #[inline(always)]
+        |start, target| H::widen(&source[start..][..target.len()], target),
+    );
+}
+
+/// Lets `write(start, part)` write numbers of f32, which become those of `target` from `start` on.
+#[inline(always)]
+fn by_f32<A: Real>(target: &mut [A], write: impl Fn(usize, &mut [f32])) {
     if let Some(target) = as_f32_mut(target) {
-        H::widen(source, target);
-        return;
+        return write(0, target);
     }
-    let mut buffer = [0f32; 64];
-    for (target, source) in target.chunks_mut(64).zip(source.chunks(64)) {
-        let buffer = &mut buffer[..source.len()];
-        H::widen(source, buffer);
-        for (target, value) in target.iter_mut().zip(buffer) {
-            *target = A::from_f64(*value as f64);
+    let mut wide = [0f32; 64];
+    for (index, target) in target.chunks_mut(64).enumerate() {
+        let wide = &mut wide[..target.len()];
+        write(index * 64, wide);
+        for (target, value) in target.iter_mut().zip(wide) {
+            *target = A::from_f32(*value);
         }
     }
 }

@@ -16,11 +16,9 @@ use std::ops::Range;
 
 pub(crate) use metal_candle_cpu::unwritten::unwritten;
 
+pub(crate) use element::{Element, Real, Sum, Values, dot, map_and_sum, max, sum, sums, zeros};
 #[cfg(target_arch = "x86_64")]
-pub(crate) use element::as_f32;
-pub(crate) use element::{
-    Element, Real, Sum, Values, as_f32_mut, dot, map_and_sum, max, sum, sums, zeros,
-};
+pub(crate) use element::{as_f32, as_f32_mut};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
     threads,

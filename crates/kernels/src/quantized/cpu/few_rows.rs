@@ -1,7 +1,6 @@
 //! Products of a few rows with a matrix in fewer bits, whose codes are read once.
 
 use super::integers::IntegerRows;
-use super::read;
 use crate::backend::cpu::{Real, Values};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::{as_f32, as_f32_mut};
@@ -107,7 +106,7 @@ fn dot<A: Real>(x: &[A], matrix: Elements, start: usize) -> A {
     let mut numbers = [A::ZERO; PIECE];
     for (index, x) in x.chunks(PIECE).enumerate() {
         let numbers = &mut numbers[..x.len()];
-        read(matrix, start + index * PIECE, numbers);
+        Values::Quantized(matrix).read(start + index * PIECE, numbers);
         for (x, numbers) in x.chunks(LANES).zip(numbers.chunks(LANES)) {
             for ((sum, x), number) in sums.iter_mut().zip(x).zip(numbers) {
                 *sum += *x * *number;
@@ -133,7 +132,7 @@ pub(crate) fn add_combinations<A: Real>(
     for k in 0..depth {
         for first in (0..columns.len()).step_by(PIECE) {
             let numbers = &mut numbers[..PIECE.min(columns.len() - first)];
-            read(matrix, k * width + columns.start + first, numbers);
+            Values::Quantized(matrix).read(k * width + columns.start + first, numbers);
             for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
                 let x = x[row * x_stride + k];
                 for (out, number) in out[first..].iter_mut().zip(&*numbers) {

@@ -9,11 +9,11 @@ pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::{Levels, OPERATION, Quantized, Scales};
 use crate::backend::cpu::{
-    Element, Input, PARALLEL_CHUNK, Read, Real, as_f32_mut, dispatch, for_each_chunk, unwritten,
+    Element, Input, PARALLEL_CHUNK, Read, Real, Values, dispatch, for_each_chunk, unwritten,
 };
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::f16;
-use metal_candle_cpu::quantized::{Elements, ScalesView, View};
+use metal_candle_cpu::quantized::{ScalesView, View};
 
 /// The tensors of a matrix, made ready to be read.
 pub(crate) struct Inputs<'q> {
@@ -96,20 +96,6 @@ impl Reads<'_> {
     }
 }
 
-/// Writes the numbers of some elements from the one at `start` on.
-#[inline(always)]
-pub(crate) fn read<A: Real>(elements: Elements, start: usize, target: &mut [A]) {
-    if let Some(target) = as_f32_mut(target) {
-        return elements.read(start, target);
-    }
-    let mut wide = [0f32; 64];
-    for (index, target) in target.chunks_mut(wide.len()).enumerate() {
-        let wide = &mut wide[..target.len()];
-        elements.read(start + index * 64, wide);
-        target.iter_mut().zip(wide).for_each(|(number, wide)| *number = A::from_f32(*wide));
-    }
-}
-
 /// All numbers of a matrix.
 pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
     let inputs = Inputs::new(matrix)?;
@@ -174,7 +160,7 @@ fn read_as<T: Element>(view: &View, start: usize, out: &mut [T]) {
     let mut wide = [T::Acc::ZERO; 64];
     for (index, out) in out.chunks_mut(wide.len()).enumerate() {
         let wide = &mut wide[..out.len()];
-        read(view.elements(), start + index * 64, wide);
+        Values::Quantized(view.elements()).read(start + index * 64, wide);
         T::narrow(wide, out);
     }
 }
