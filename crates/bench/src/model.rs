@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::Batch;
-use metal_candle::engine::{CacheDtype, Engine, EngineOptions, Event, Request, RequestId};
+use metal_candle::engine::{CacheDtype, Engine, EngineOptions, Event, Order, Request, RequestId};
 use metal_candle::generate::{GenerateOptions, Piece, Session};
 use metal_candle::model::{Model, Quantization};
 use metal_candle::random::SplitMix64;
@@ -178,6 +178,7 @@ pub fn prepare(
             batch_invariant,
             max_sequences,
             max_batch_tokens,
+            longest_first,
             ..
         } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
@@ -191,6 +192,7 @@ pub fn prepare(
                 cache_tokens: (!mixed).then_some(room),
                 cache_dtype: if rounded_cache { CacheDtype::MxInt8 } else { CacheDtype::Model },
                 batch_invariant,
+                order: if longest_first { Order::Longest } else { Order::Arrival },
                 prefix_cache: false,
                 ..usual
             };

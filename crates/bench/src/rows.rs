@@ -288,6 +288,9 @@ pub enum Work {
         /// Tokens that the model reads at once, at most; without it as many as an engine usually has.
         #[serde(default)]
         max_batch_tokens: Option<usize>,
+        /// Whether those of the most tokens are begun first.
+        #[serde(default)]
+        longest_first: bool,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
@@ -544,6 +547,7 @@ impl Row {
             batch_invariant: false,
             max_sequences: None,
             max_batch_tokens: None,
+            longest_first: false,
             dtype,
             quantization: None,
         };
@@ -596,6 +600,16 @@ impl Row {
         if let Work::Serve { max_batch_tokens, .. } = &mut self.work {
             *max_batch_tokens = Some(most);
             self.name = format!("{}-{most}-tokens", self.name);
+        }
+        self
+    }
+
+    /// The same row whose requests of the most tokens are begun first.
+    #[must_use]
+    pub fn with_longest_first(mut self) -> Self {
+        if let Work::Serve { longest_first, .. } = &mut self.work {
+            *longest_first = true;
+            self.name = format!("{}-longest-first", self.name);
         }
         self
     }

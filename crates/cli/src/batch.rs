@@ -15,7 +15,7 @@ use crate::{prompts, run_folder};
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{Engine, EngineOptions, Request};
+use metal_candle::engine::{Engine, EngineOptions, Order, Request};
 use metal_candle::files::{BYTE_ORDER_MARK, plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
 use metal_candle::model::Quantization;
@@ -24,6 +24,7 @@ use metal_candle::train::FolderLock;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 use std::cell::Cell;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -343,6 +344,7 @@ fn answer(
     terminal: Terminal,
 ) -> anyhow::Result<Option<Counts>> {
     engine_options.draft_model = writing.draft_model(given.loaded, terminal)?;
+    engine_options.order = Order::Longest;
     let stop = interrupt::watch("stopping; the same command goes on from here");
     let mut engine =
         Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;
@@ -352,8 +354,10 @@ fn answer(
         asked.len() as u64,
     );
     let started = Instant::now();
-    let left: Vec<usize> =
+    let mut left: Vec<usize> =
         (0..asked.len()).filter(|index| partial.answers[*index].is_none()).collect();
+    // The engine doesn't see all of them at once.
+    left.sort_by_key(|&index| Reverse(asked[index].request.options.max_tokens));
     let ended = Cell::new(asked.len() - left.len());
     let (mut tokens, mut prompt_tokens) = (0, 0);
     let requests = left.into_iter().map(|index| (index, asked[index].request.clone()));

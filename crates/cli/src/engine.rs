@@ -16,8 +16,8 @@ use metal_candle::text::Tokenizer;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Requests that an engine is given before it has room for them.
-const AHEAD: usize = 256;
+/// Requests that an engine is given before it has room for them. It sees of as many how long they may take.
+const AHEAD: usize = 4096;
 /// Tokens of a text that there is room for from the beginning, if that many may be written.
 const USUAL_TOKENS: usize = 4096;
 

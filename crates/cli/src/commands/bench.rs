@@ -103,6 +103,9 @@ pub struct Arguments {
     /// Draw the requests' tokens around --prompt and --tokens, with long tails
     #[arg(long, help_heading = "Work")]
     mixed_lengths: bool,
+    /// Begin the requests of the most tokens first, as `generate --prompts` does
+    #[arg(long, help_heading = "Work")]
+    longest_first: bool,
     /// How the KV cache of requests keeps its numbers, as in `generate`
     #[arg(long, value_name = "DTYPE", default_value_t = CacheDtype::default(), help_heading = "Work")]
     cache_dtype: CacheDtype,
@@ -148,7 +151,7 @@ impl Arguments {
         let usual = Self::from_arg_matches(&command.try_get_matches_from(["bench"])?)?;
         let (runtime, usual_runtime) = (&self.runtime, &usual.runtime);
         let models: &[Part] = &[Train, Prefill, Decode, Serve, FirstToken];
-        let flags: [(&str, bool, &[Part]); 23] = [
+        let flags: [(&str, bool, &[Part]); 24] = [
             ("shape", self.shape != usual.shape, models),
             // An operation is timed in dtypes and formats of its own.
             ("dtype", runtime.dtype != usual_runtime.dtype, models),
@@ -171,6 +174,7 @@ impl Arguments {
             ("max-sequences", self.max_sequences.is_some(), &[Serve]),
             ("max-batch-tokens", self.max_batch_tokens.is_some(), &[Serve]),
             ("mixed-lengths", self.mixed_lengths, &[Serve]),
+            ("longest-first", self.longest_first, &[Serve]),
             ("cache-dtype", self.cache_dtype != usual.cache_dtype, &[Serve]),
             ("batch-invariant", self.batch_invariant, &[Serve]),
             ("seen-prompt", self.seen_prompt, &[FirstToken]),
@@ -263,10 +267,11 @@ impl Arguments {
                         Some(most) => row.with_max_sequences(most),
                         None => row,
                     };
-                    vec![match self.max_batch_tokens {
+                    let row = match self.max_batch_tokens {
                         Some(most) => row.with_max_batch_tokens(most),
                         None => row,
-                    }]
+                    };
+                    vec![if self.longest_first { row.with_longest_first() } else { row }]
                 }
                 Part::FirstToken => {
                     let (busy, prompt) = (self.requests, self.prompt);

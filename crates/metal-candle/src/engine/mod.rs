@@ -50,6 +50,17 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+/// Which of the waiting requests of one priority is begun first, and when.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Order {
+    /// The one that came first, as soon as there is room.
+    #[default]
+    Arrival,
+    /// The one that may write the most, where nobody waits for one of them but for all: those that are written alone at the
+    /// end take as long as many would. No more are written at once than needed for all to end together with the longest.
+    Longest,
+}
+
 /// How much an engine does at once.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
@@ -59,6 +70,8 @@ pub struct EngineOptions {
     pub max_batch_tokens: usize,
     /// Requests that wait, at most, but for those that follow others ([`Request::follows`]).
     pub max_waiting: usize,
+    /// In what order they are begun.
+    pub order: Order,
     /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory, half of what
     /// a Mac's may take, or a quarter of the machine's, but no more than all texts at once can have. Where layers
     /// differ in their windows, those that see less keep what they see of the texts at once; with a draft model, all
@@ -92,6 +105,7 @@ impl Default for EngineOptions {
             max_sequences: 256,
             max_batch_tokens: 2048,
             max_waiting: 100_000,
+            order: Order::Arrival,
             cache_tokens: None,
             cache_dtype: CacheDtype::Model,
             block_size: 16,
@@ -139,7 +153,7 @@ pub struct Request {
     pub options: GenerateOptions,
     /// The adapter that it is read with.
     pub adapter: Option<Arc<Adapter>>,
-    /// Those with more go first, those with the same in the order in which they came.
+    /// Those with more go first, those with the same in the engine's [`Order`].
     pub priority: i32,
     /// What may be written; `None` is anything.
     pub grammar: Option<Grammar>,
@@ -212,6 +226,8 @@ pub struct Statistics {
 struct Sequence<'t> {
     id: RequestId,
     priority: i32,
+    /// What goes before the order in which texts came: how much it may write, where the longest go first.
+    length: usize,
     adapter: Option<Arc<Adapter>>,
     answer: Answer<'t>,
     /// The prompt and what was written.
@@ -240,8 +256,8 @@ struct Sequence<'t> {
 }
 
 impl Sequence<'_> {
-    fn order(&self) -> (Reverse<i32>, RequestId) {
-        (Reverse(self.priority), self.id)
+    fn order(&self) -> (Reverse<(i32, usize)>, RequestId) {
+        (Reverse((self.priority, self.length)), self.id)
     }
 
     /// How many blocks it has in each table, with those that were given back.
@@ -406,6 +422,10 @@ impl<'t> Engine<'t> {
                 ),
             ));
         }
+        let length = match self.options.order {
+            Order::Arrival => 0,
+            Order::Longest => options.max_tokens,
+        };
         let mut answer = Answer::new(self.tokenizer, options, &prompt)?;
         if let Some(grammar) = &grammar {
             answer = answer.with_grammar(grammar)?;
@@ -416,6 +436,7 @@ impl<'t> Engine<'t> {
         let sequence = Sequence {
             id,
             priority,
+            length,
             adapter,
             answer,
             prompt: prompt.len(),
@@ -538,7 +559,7 @@ impl<'t> Engine<'t> {
         }
         while self.preemptions == preemptions
             && budget.tokens > 0
-            && self.running.len() < self.options.max_sequences
+            && self.has_place()
             && self.admit(&mut budget)
         {}
         budget.tokens
@@ -562,6 +583,27 @@ impl<'t> Engine<'t> {
             insert(&mut self.waiting, sequence);
             self.preemptions += 1;
         }
+    }
+
+    /// Whether the first of the waiting, if there is one, may begin as far as the number of texts goes.
+    fn has_place(&self) -> bool {
+        let Some(next) = self.waiting.front() else { return false };
+        if self.running.len() >= self.options.max_sequences {
+            return false;
+        }
+        let left = |sequence: &Sequence| sequence.answer.left();
+        let longest = self.running.iter().map(left).max().unwrap_or(0);
+        // One that may be the last to end must not wait.
+        if self.options.order == Order::Arrival || left(next) >= longest {
+            return true;
+        }
+        // What can be written in the places of those that end before the longest does.
+        let mut room: usize = self.running.iter().map(|sequence| longest - left(sequence)).sum();
+        !self.waiting.iter().all(|sequence| {
+            let fits = left(sequence) <= room;
+            room = room.saturating_sub(left(sequence));
+            fits
+        })
     }
 
     /// Begins the first of the waiting, if there are blocks for all of it; whether it has begun.

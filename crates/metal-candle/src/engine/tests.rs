@@ -162,6 +162,7 @@ pub(super) fn small() -> EngineOptions {
         max_sequences: 6,
         max_batch_tokens: 10,
         max_waiting: 10_000,
+        order: Order::Arrival,
         cache_tokens: None,
         cache_dtype: CacheDtype::Model,
         block_size: BLOCK,
@@ -285,7 +286,8 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         let passes = reader.passes.clone();
         let drafter = Reads { errs: Some(4), fails, short, ..Reads::new(blocks) };
         let drafter = (draft_tokens > 0).then_some(drafter);
-        let options = EngineOptions { prefix_cache, draft_tokens, ..small() };
+        let order = if fails.is_some() { Order::Longest } else { Order::Arrival };
+        let options = EngineOptions { prefix_cache, draft_tokens, order, ..small() };
         let mut engine = engine_with_window(reader, drafter, &tokenizer, options);
         let mut random = SplitMix64::new(3);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
@@ -471,6 +473,86 @@ fn those_with_more_priority_and_those_that_came_first_go_first() {
         }
     }
     assert_eq!(order, [2, 4, 0, 1, 3]);
+}
+
+/// A request that writes so many tokens, whatever they are.
+fn long(tokens: usize) -> Request {
+    let mut request = request(&[1], tokens);
+    request.options.ignore_eos = true;
+    request
+}
+
+/// Runs an engine until nothing is left: how many texts there were at once in each step, and in what order they ended, by
+/// their places among `ids`.
+fn run_in_order(engine: &mut Engine, ids: &[RequestId]) -> (Vec<usize>, Vec<usize>) {
+    let (mut at_once, mut ended) = (Vec::new(), Vec::new());
+    while !engine.is_idle() {
+        let events = engine.step();
+        at_once.push(events.iter().filter(|(_, it)| matches!(it, Event::Piece(_))).count());
+        let last = events.iter().filter(|(_, it)| matches!(it, Event::Finished(_)));
+        ended.extend(last.filter_map(|(id, _)| ids.iter().position(|other| other == id)));
+    }
+    (at_once, ended)
+}
+
+#[test]
+fn those_that_may_write_the_most_go_first_and_the_others_end_with_them() {
+    let tokenizer = tokenizer();
+    let run = |lengths: &[usize], max_sequences: usize, priorities: &[i32]| {
+        let options = EngineOptions { order: Order::Longest, max_sequences, ..small() };
+        let mut engine = engine(Reads::new(64), 64, &tokenizer, options);
+        let ids: Vec<RequestId> = lengths
+            .iter()
+            .zip(priorities.iter().chain(std::iter::repeat(&0)))
+            .map(|(&tokens, &priority)| {
+                engine.submit(Request { priority, ..long(tokens) }).unwrap()
+            })
+            .collect();
+        let run = run_in_order(&mut engine, &ids);
+        is_whole(&engine);
+        run
+    };
+    assert_eq!(run(&[2, 9, 5, 9], 1, &[]).1, [1, 3, 2, 0]);
+    assert_eq!(run(&[2, 9, 5, 9], 1, &[1]).1, [0, 1, 3, 2]);
+    // A second place is enough for the others while the first is written, and those as long as it have their own.
+    assert_eq!(run(&[2, 2, 12, 2, 2, 2, 2], 6, &[]).0, [2; 12]);
+    assert_eq!(run(&[2, 12, 2, 2, 12, 2, 2, 2], 6, &[]).0, [3; 12]);
+    assert_eq!(run(&[8; 5], 6, &[]).0, [5; 8]);
+    // Two of 7 don't fit behind each other into 12, and a place stays empty rather than being left for the end.
+    assert_eq!(run(&[12, 7, 7], 6, &[]).0, [3, 3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1]);
+}
+
+#[test]
+fn one_that_may_end_after_all_others_does_not_wait_for_a_place_of_theirs() {
+    let tokenizer = tokenizer();
+    let options = EngineOptions { order: Order::Longest, ..small() };
+    let mut engine = engine(Reads::new(64), 64, &tokenizer, options);
+    for tokens in [12, 8, 8] {
+        engine.submit(long(tokens)).unwrap();
+    }
+    for _ in 0..7 {
+        engine.step();
+    }
+    // Of these three 5, 1 and 1 are left, so that two places are empty for 4 steps each.
+    engine.submit(long(6)).unwrap();
+    assert_eq!(engine.step().iter().filter(|(_, it)| matches!(it, Event::Piece(_))).count(), 4);
+    assert_eq!(run_in_order(&mut engine, &[]).0, [2, 2, 2, 2, 1]);
+    is_whole(&engine);
+}
+
+#[test]
+fn tokens_are_read_ahead_while_others_wait_for_a_place() {
+    let tokenizer = tokenizer();
+    let ahead = Arc::new(Mutex::new(0));
+    let reader = Reads { ahead: Some(ahead.clone()), ..Reads::new(64) };
+    let options = EngineOptions { max_sequences: 2, ..small() };
+    let mut engine = engine(reader, 64, &tokenizer, options);
+    let ids: Vec<RequestId> = (0..6).map(|_| engine.submit(long(10)).unwrap()).collect();
+    // The last two are begun when those before have ended, and not a step later.
+    assert_eq!(run_in_order(&mut engine, &ids), (vec![2; 30], vec![0, 1, 2, 3, 4, 5]));
+    // The last two have 9 such steps, of which the reader takes two of three.
+    assert!(*ahead.lock().unwrap() > 9, "{ahead:?}");
+    is_whole(&engine);
 }
 
 #[test]
