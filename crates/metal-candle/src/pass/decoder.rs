@@ -2,7 +2,7 @@
 
 use super::linear;
 use super::paged::{Paging, Pools};
-use super::{Pass, Spread};
+use super::{Pass, Spread, Wanted};
 use crate::adapter::Adapter;
 use crate::autograd::{NormValues, Tape, Value};
 use crate::model::layer::{
@@ -68,9 +68,19 @@ impl Layer {
         stream: Stream,
         pass: &Pass,
         cache: Option<Cached>,
+        wanted: Option<&Wanted>,
     ) -> Result<Stream> {
         let read = Normed { stream, norm: self.before_attention.as_ref() };
-        let (x, attended) = self.attention.forward(tape, read, pass, cache)?;
+        let (x, attended) = self.attention.attend(tape, read, pass, cache)?;
+        let rows = wanted.map(|wanted| wanted.pass(pass));
+        let pass = rows.as_ref().unwrap_or(pass);
+        let (x, attended) = match wanted {
+            Some(wanted) => (wanted.rows(tape, &x)?, wanted.rows(tape, &attended)?),
+            None => (x, attended),
+        };
+        let output = linear::forward(&self.attention.output, tape, &attended, pass)?;
+        drop(attended);
+        let attended = pass.whole(tape, output)?;
         let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended, pass)?);
         drop(attended);
         let read = Normed { stream: Stream { x, branch }, norm: self.before_mlp.as_ref() };
@@ -104,8 +114,8 @@ fn apply(norm: Option<&Norm>, tape: &Tape, x: &Value, pass: &Pass) -> Result<Val
 }
 
 impl Attention {
-    /// The stream, and what this adds to it.
-    fn forward(
+    /// The stream, and what the heads give for it, before the output projection.
+    fn attend(
         &self,
         tape: &Tape,
         read: Normed,
@@ -134,15 +144,12 @@ impl Attention {
         let q = self.heads_of(tape, &q, self.query_norm.as_ref(), self.heads, pass)?;
         let k = self.heads_of(tape, &k, self.key_norm.as_ref(), self.kv_heads, pass)?;
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
-        let attended = self.attend(tape, [&q, &k, &v], pass, cache)?;
-        drop((q, k, v));
-        let attended = tape.reshape(&attended, (batch, seq, query_width))?;
-        let added = pass.whole(tape, linear::forward(&self.output, tape, &attended, pass)?)?;
-        Ok((stream, added))
+        let seen = self.seen(tape, [&q, &k, &v], pass, cache)?;
+        Ok((stream, tape.reshape(&seen, (batch, seq, query_width))?))
     }
 
     /// What the queries see, of q and k `(batch, seq, heads, head_dim)` before their rotation.
-    fn attend(
+    fn seen(
         &self,
         tape: &Tape,
         [q, k, v]: [&Value; 3],
@@ -418,13 +425,14 @@ impl<'a> Caches<'a> {
     }
 }
 
-/// Runs all layers.
+/// Runs all layers, the last of them for the tokens that are wanted, if not all are.
 pub(super) fn run_layers(
     layers: &[Arc<Layer>],
     tape: &Tape,
     x: Value,
     pass: &Arc<Pass>,
     caches: Caches,
+    wanted: Option<&Wanted>,
 ) -> Result<Stream> {
     let mut stream = Stream { x, branch: None };
     let count = layers.len();
@@ -438,7 +446,7 @@ pub(super) fn run_layers(
                 let pass = pass.of_layer(index, count, tape)?;
                 let layers = inputs.iter().map(|x| {
                     let stream = Stream { x: x.clone(), branch: None };
-                    layer.forward(tape, stream, &pass, None)?.joined(tape)
+                    layer.forward(tape, stream, &pass, None, None)?.joined(tape)
                 });
                 layers.collect()
             });
@@ -448,7 +456,8 @@ pub(super) fn run_layers(
                 None => return Err(candle_core::Error::msg("a segment gave no output").into()),
             }
         } else {
-            layer.forward(tape, stream, &*pass.of_layer(index, count, tape)?, cache)?
+            let wanted = wanted.filter(|_| index + 1 == count);
+            layer.forward(tape, stream, &*pass.of_layer(index, count, tape)?, cache, wanted)?
         };
     }
     Ok(stream)

@@ -54,6 +54,29 @@ struct Pass {
     whole: Option<Arc<Whole>>,
 }
 
+/// The tokens of a pass whose hidden states are wanted, where not those of all are. Of the others, the last layer computes
+/// keys and values alone.
+struct Wanted {
+    /// `(wanted)` u32.
+    places: Tensor,
+    adapters: RowAdapters,
+    updates: Option<Arc<RowUpdates>>,
+}
+
+impl Wanted {
+    /// The pass over them alone.
+    fn pass(&self, pass: &Pass) -> Pass {
+        Pass { adapters: self.adapters.clone(), updates: self.updates.clone(), ..pass.clone() }
+    }
+
+    /// Their rows `(wanted, 1, width)` of `x (tokens, 1, width)`.
+    fn rows(&self, tape: &Tape, x: &Value) -> Result<Value> {
+        // Candle chooses wrong rows of a view on Metal.
+        let x = copy::contiguous(x.tensor())?;
+        Ok(tape.constant(x.index_select(&self.places, 0)?))
+    }
+}
+
 /// Sees what linear layers read.
 pub(crate) trait Observer: std::fmt::Debug + Send + Sync {
     /// These layers are about to read `x (batch, seq, in)`.
@@ -283,19 +306,21 @@ pub struct TokenLosses {
 impl Model {
     /// The hidden states after the last norm, `(batch, seq, hidden)`.
     pub fn forward(&self, tape: &Tape, input: &Input) -> Result<Value> {
-        self.run(tape, input, Caches::None, None)
+        self.run(tape, input, Caches::None, None, None)
     }
 
-    /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`.
+    /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`; of those at the places `(wanted)` alone, with their
+    /// adapters, if any are given.
     fn forward_paged(
         &self,
         tape: &Tape,
         input: &Input,
         cache: &PagedCache,
         paging: &[Paging],
+        wanted: Option<(Tensor, &RowAdapters)>,
     ) -> Result<Value> {
         let caches = Caches::Paged { layers: &cache.layers, paging };
-        self.run(tape, input, caches, Some(&cache.updates))
+        self.run(tape, input, caches, Some(&cache.updates), wanted)
     }
 
     /// `known` keeps what adapters that differ from row to row were laid out as for the next pass.
@@ -305,6 +330,7 @@ impl Model {
         input: &Input,
         caches: Caches,
         known: Option<&KnownUpdates>,
+        wanted: Option<(Tensor, &RowAdapters)>,
     ) -> Result<Value> {
         input.adapters.check(self)?;
         if tape.is_training() && !matches!(input.adapters, RowAdapters::Same(_)) {
@@ -347,6 +373,12 @@ impl Model {
             whole: input.adapters.bring(UnitName::Embedding, Some(UnitName::Layer(0)))?,
             lowest: if self.is_away() { self.lowest_trained(&input.adapters) } else { 0 },
         });
+        let wanted = wanted.map(|(places, adapters)| -> Result<_> {
+            // Those of all tokens have been laid out.
+            let updates = adapters.updates(self, 1, known)?;
+            Ok(Wanted { places, adapters: adapters.clone(), updates })
+        });
+        let wanted = wanted.transpose()?;
         let x = self.embed(tape, &input.ids, &pass)?;
         let x = if self.config().embedding_scale == 1.0 {
             x
@@ -358,8 +390,9 @@ impl Model {
             Some(_) => Arc::new(Pass { whole: None, ..(*pass).clone() }),
             None => pass,
         };
-        let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
-        Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
+        let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches, wanted.as_ref())?;
+        let rows = wanted.map(|wanted| wanted.pass(&pass));
+        Ok(stream.normed(tape, Some(&self.norm), rows.as_ref().unwrap_or(&pass))?.1)
     }
 
     /// The first layer of which an adapter trains something, or whose input it changes.

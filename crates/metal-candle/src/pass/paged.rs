@@ -472,13 +472,20 @@ impl Model {
     /// them, and others none.
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
-        let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
-        let Some(last) = ragged.last.as_ref().filter(|_| self.has_head()) else {
+        let Ragged { input, paging, last, last_adapters } = ragged;
+        let places = match last {
+            Some(last) if last.elem_count() == input.ids.elem_count() => None,
+            Some(last) => Some(last.clone()),
+            // One that nobody reads.
+            None => Some(Tensor::new(&[0u32], self.device())?),
+        };
+        let wanted = places.map(|places| (places, last_adapters));
+        let hidden = self.forward_paged(&tape, input, cache, paging, wanted)?;
+        let Some(last) = last.as_ref().filter(|_| self.has_head()) else {
             let shape = (0, self.config().vocab_size);
             return Ok(Tensor::zeros(shape, DType::F32, self.device())?);
         };
-        let hidden = hidden.tensor().index_select(last, 0)?;
-        let logits = self.logits_by(&hidden, &ragged.last_adapters)?;
+        let logits = self.logits_by(hidden.tensor(), last_adapters)?;
         Ok(logits.reshape((last.elem_count(), ()))?)
     }
 
@@ -517,7 +524,7 @@ impl Model {
         };
         let input = Input::new(ids, positions, None);
         let input = Input { adapters, ..input };
-        let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
+        let hidden = self.forward_paged(&tape, &input, cache, &paging, None)?;
         let logits = match self.has_head() {
             true => self.logits_by(hidden.tensor(), &input.adapters)?,
             false => hidden.into_tensor(),
@@ -538,29 +545,43 @@ impl Model {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::autograd::ParameterId;
     use crate::model::Config;
 
     const VOCABULARY: u32 = 24;
 
-    #[test]
-    fn the_beginning_of_a_prompt_has_no_places_of_logits_and_its_end_has() {
+    fn model() -> Model {
         let config = Config::from_json(
             r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24,
                 "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
                 "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
                 "rms_norm_eps": 1e-5, "initializer_range": 0.2}"#,
-        )
-        .unwrap();
-        let device = Device::Cpu;
-        let model = Model::random(config, DType::F32, &device, 1).unwrap();
+        );
+        Model::random(config.unwrap(), DType::F32, &Device::Cpu, 1).unwrap()
+    }
+
+    fn cache(model: &Model) -> PagedCache {
         let layers = [Layers { window: None, blocks: 4 }];
+        PagedCache::new(model, &layers, 8, CacheDtype::Model).unwrap()
+    }
+
+    fn are_close(found: &[f32], expected: &[f32]) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((found - expected).abs() < 1e-4, "{found}, expected {expected}");
+        }
+    }
+
+    #[test]
+    fn the_beginning_of_a_prompt_has_no_places_of_logits_and_its_end_has() {
+        let model = model();
         let tokens: Vec<u32> = (0..20).map(|index| (7 * index + 3) % VOCABULARY).collect();
         let tables = [vec![0, 1, 2, 3]];
         let read = |cache: &PagedCache, range: Range<usize>, logits: usize| {
             let (start, end) = (range.start, range.end);
             let tokens = &tokens[range];
             let stretch = Stretch { tokens, start, tables: &tables, adapter: None, logits };
-            let ragged = Ragged::new(&[stretch], end, cache, &device).unwrap();
+            let ragged = Ragged::new(&[stretch], end, cache, model.device()).unwrap();
             let places = ragged.last.as_ref().map(|last| last.to_vec1::<u32>().unwrap());
             let expected = (tokens.len() - logits..tokens.len()).map(|place| place as u32);
             assert_eq!(places, (logits > 0).then(|| expected.collect()));
@@ -568,13 +589,47 @@ mod tests {
             assert_eq!(found.dims(), [logits, VOCABULARY as usize]);
             found.to_vec2::<f32>().unwrap()
         };
-        let cache = || PagedCache::new(&model, &layers, 8, CacheDtype::Model).unwrap();
-        let expected = read(&cache(), 0..20, 2);
-        let in_parts = cache();
+        let expected = read(&cache(&model), 0..20, 2).concat();
+        let in_parts = cache(&model);
         read(&in_parts, 0..9, 0);
-        let found = read(&in_parts, 9..20, 2);
-        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-            assert!((found - expected).abs() < 1e-4, "{found}, expected {expected}");
+        are_close(&read(&in_parts, 9..20, 2).concat(), &expected);
+        let mut of_all = read(&cache(&model), 0..20, 20);
+        are_close(&of_all.split_off(18).concat(), &expected);
+    }
+
+    /// Of the last layer's end, the last norm and the head, whose rows are others than those before.
+    #[test]
+    fn wanted_tokens_of_different_adapters_have_the_weights_of_theirs() {
+        let model = model();
+        let full = |change: f64| {
+            let full = Adapter::full(&model).unwrap();
+            for index in 0..full.parameters().entries().len() {
+                let id = ParameterId(index);
+                let changed = (full.parameters().view(id).unwrap() * (1.0 + change)).unwrap();
+                full.parameters().set(id, &changed).unwrap();
+            }
+            Arc::new(full)
+        };
+        let adapters = [Some(full(0.1)), None, Some(full(-0.2))];
+        let tokens: Vec<u32> = (0..6).map(|index| (7 * index + 3) % VOCABULARY).collect();
+        let tables = [[vec![0]], [vec![1]], [vec![2]]];
+        let read = |texts: Range<usize>| {
+            let stretches: Vec<_> = texts
+                .map(|text| Stretch {
+                    tokens: &tokens[text..],
+                    start: 0,
+                    tables: &tables[text],
+                    adapter: adapters[text].as_ref(),
+                    logits: 1,
+                })
+                .collect();
+            let cache = cache(&model);
+            let ragged = Ragged::new(&stretches, tokens.len(), &cache, model.device()).unwrap();
+            model.next_logits(&ragged, &cache).unwrap().to_vec2::<f32>().unwrap()
+        };
+        let together = read(0..3);
+        for (text, found) in together.iter().enumerate() {
+            are_close(found, &read(text..text + 1).concat());
         }
     }
 }
