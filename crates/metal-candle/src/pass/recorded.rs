@@ -102,6 +102,7 @@ impl Shape {
         let rows = match stretches.len() {
             rows @ ..=8 => rows.next_power_of_two(),
             rows @ ..=64 => rows.next_multiple_of(8),
+            rows @ ..=256 => rows.next_multiple_of(16),
             rows => rows.next_multiple_of(32),
         };
         // A recording goes through the ranges that the longest text may have, of each text.
