@@ -33,10 +33,10 @@ impl Engine<'_> {
     pub(super) fn texts_ahead(&mut self, group: &[usize], total: usize) -> Option<Vec<usize>> {
         let is_next = self.options.draft_tokens == 0
             && self.options.turns.as_ref().is_none_or(|turns| turns.engine_is_alone())
-            && !self.has_place()
             && group.len() == self.running.len()
             && !self.reader.ropes_change(total, total + 1)
-            && self.running.iter().all(|it| it.goes_on() && it.scores.is_none());
+            && self.running.iter().all(|it| it.goes_on() && it.scores.is_none())
+            && !self.has_place();
         if !is_next {
             return None;
         }

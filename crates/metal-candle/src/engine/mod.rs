@@ -591,10 +591,13 @@ impl<'t> Engine<'t> {
         if self.running.len() >= self.options.max_sequences {
             return false;
         }
+        if self.options.order == Order::Arrival {
+            return true;
+        }
         let left = |sequence: &Sequence| sequence.answer.left();
         let longest = self.running.iter().map(left).max().unwrap_or(0);
         // One that may be the last to end must not wait.
-        if self.options.order == Order::Arrival || left(next) >= longest {
+        if left(next) >= longest {
             return true;
         }
         // What can be written in the places of those that end before the longest does.

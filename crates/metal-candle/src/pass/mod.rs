@@ -57,7 +57,7 @@ struct Pass {
 /// The tokens of a pass whose hidden states are wanted, where not those of all are. Of the others, the last layer computes
 /// keys and values alone.
 struct Wanted {
-    /// `(wanted)` u32.
+    /// `(wanted, 1)` u32.
     places: Tensor,
     adapters: RowAdapters,
     updates: Option<Arc<RowUpdates>>,
@@ -71,9 +71,8 @@ impl Wanted {
 
     /// Their rows `(wanted, 1, width)` of `x (tokens, 1, width)`.
     fn rows(&self, tape: &Tape, x: &Value) -> Result<Value> {
-        // Candle chooses wrong rows of a view on Metal.
-        let x = copy::contiguous(x.tensor())?;
-        Ok(tape.constant(x.index_select(&self.places, 0)?))
+        let (tokens, _, width) = x.tensor().dims3()?;
+        tape.rows(&tape.reshape(x, (tokens, width))?, &self.places)
     }
 }
 
@@ -309,7 +308,7 @@ impl Model {
         self.run(tape, input, Caches::None, None, None)
     }
 
-    /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`; of those at the places `(wanted)` alone, with their
+    /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`; of those at the places `(wanted, 1)` alone, with their
     /// adapters, if any are given.
     fn forward_paged(
         &self,

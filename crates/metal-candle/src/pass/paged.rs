@@ -475,9 +475,9 @@ impl Model {
         let Ragged { input, paging, last, last_adapters } = ragged;
         let places = match last {
             Some(last) if last.elem_count() == input.ids.elem_count() => None,
-            Some(last) => Some(last.clone()),
+            Some(last) => Some(last.unsqueeze(1)?),
             // One that nobody reads.
-            None => Some(Tensor::new(&[0u32], self.device())?),
+            None => Some(Tensor::new(&[[0u32]], self.device())?),
         };
         let wanted = places.map(|places| (places, last_adapters));
         let hidden = self.forward_paged(&tape, input, cache, paging, wanted)?;
